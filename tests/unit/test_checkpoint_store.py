@@ -1,0 +1,223 @@
+"""Checkpoints are complete or absent: kills, full disks, damage, pruning, and going back to an earlier step."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from pellucid.checkpoint_store import MANIFEST, CheckpointStore
+from pellucid.errors import UserError
+
+
+def writer(*names: str, content: bytes = b"weights"):
+    def write(folder: Path) -> None:
+        for name in names or ("model/weights.bin", "extra.json"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content + name.encode())
+    return write
+
+
+def test_save_then_verify_and_latest(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.latest() is None
+    folder = store.save(3, writer())
+    assert folder == tmp_path / "checkpoints" / "global_step_3"
+    assert store.verify(3) == folder
+    assert store.latest() == 3
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["step"] == 3
+    assert manifest["files"]["model/weights.bin"]["bytes"] == len(b"weightsmodel/weights.bin")
+
+
+def test_keeps_the_last_k_saved(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        store.save(step, writer())
+    assert store.steps() == [3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "global_step_4"]
+
+
+def test_going_back_makes_the_new_branch_the_latest_and_prunes_the_abandoned_one(tmp_path):
+    for step in (10, 20, 30):
+        CheckpointStore(tmp_path).save(step, writer(content=b"old"))
+    store = CheckpointStore(tmp_path, keep=3)
+    store.save(15, writer(content=b"new"))
+    assert store.latest() == 15
+    assert store.steps() == [20, 30, 15]
+    store.save(20, writer("w", content=b"new"))
+    assert store.steps() == [30, 15, 20]
+    assert (store.verify(20) / "w").read_bytes() == b"neww"
+
+
+def test_a_failed_writer_leaves_nothing(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, writer())
+
+    def broken(folder: Path) -> None:
+        writer()(folder)
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        store.save(2, broken)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(("damage", "reason"),
+                         [(truncate, "bytes instead of"), (alter, "altered"), (Path.unlink, "missing")])
+@pytest.mark.parametrize("name", ["model/weights.bin", MANIFEST])
+def test_damage_is_named_with_the_way_out(tmp_path, damage, reason, name):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        store.save(step, writer())
+    damage(tmp_path / "global_step_2" / name)
+    with pytest.raises(UserError) as caught:
+        store.verify(2)
+    assert caught.value.field.endswith(name)
+    assert name == MANIFEST or reason in caught.value.reason
+    assert f"resume_from_path={tmp_path / 'global_step_1'}" in caught.value.remedy
+    assert store.latest() == 2, "a damaged checkpoint is not skipped in silence"
+    store.verify(1)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"step": 2, "saved_at": 1}'])
+def test_a_manifest_without_its_entries(tmp_path, content):
+    store = CheckpointStore(tmp_path)
+    store.save(2, writer())
+    (tmp_path / "global_step_2" / MANIFEST).write_text(content)
+    with pytest.raises(UserError, match=r"resume_mode=disable"):
+        store.verify(2)
+
+
+def test_resolve(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = store.save(7, writer())
+    assert store.resolve(str(folder)) == folder
+    assert store.resolve("global_step_7") == folder
+    for wrong in (tmp_path, tmp_path / "checkpoints", "global_step_8"):
+        with pytest.raises(UserError, match="global_step_7") as caught:
+            store.resolve(wrong)
+        assert caught.value.field == "trainer.resume_from_path"
+
+
+def test_leftovers_are_cleared_and_a_replaced_one_comes_back(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, writer())
+    (tmp_path / "global_step_1").rename(tmp_path / "global_step_1.replaced-99")
+    for name in ("global_step_2.tmp-99", "global_step_0.trash-99"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").touch()
+    (tmp_path / "notes").mkdir()
+    assert store.steps() == []
+    store.recover()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "notes"]
+    store.verify(1)
+
+
+LOOP = """
+    import sys
+    from pathlib import Path
+    from pellucid.checkpoint_store import CheckpointStore
+    store = CheckpointStore(Path(sys.argv[1]), keep=2)
+    store.recover()
+    step = store.latest() or 0
+    def write(folder):
+        (folder / "a").write_bytes(bytes(200_000) + str(step).encode())
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b").write_text(str(step))
+    while True:
+        step += 1
+        store.save(step, write)
+        print(step, flush=True)
+"""
+
+
+def test_survives_kills_at_random_moments(tmp_path):
+    rng, store, announced = random.Random(0), CheckpointStore(tmp_path), 0
+    for _ in range(20):
+        child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LOOP), str(tmp_path)], stdout=subprocess.PIPE)
+        assert child.stdout
+        announced = int(child.stdout.readline())
+        time.sleep(rng.uniform(0, 0.03))
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read().split()
+        child.wait()
+        announced = int(rest[-1]) if rest else announced
+        latest = store.latest()
+        assert latest is not None
+        assert latest >= announced, "a checkpoint that was reported saved is gone"
+        for step in store.steps():
+            assert (store.verify(step) / "sub" / "b").read_text() == str(step)
+    assert announced >= 20
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", mount]
+    if os.getuid() != 0 or subprocess.run(command, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def plain(folder: Path, num_bytes: int) -> None:
+    (folder / "weights").write_bytes(bytes(num_bytes))
+
+
+def by_torch(folder: Path, num_bytes: int) -> None:
+    import torch
+
+    torch.save({"weights": torch.zeros(num_bytes // 4)}, folder / "weights")
+
+
+def by_safetensors(folder: Path, num_bytes: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"weights": torch.zeros(num_bytes // 4)}, folder / "weights")
+
+
+@pytest.mark.parametrize("write", [plain, by_torch, by_safetensors])
+def test_full_disk_keeps_the_previous_checkpoint(small_disk, write):
+    store = CheckpointStore(small_disk / "checkpoints")
+    store.save(1, lambda folder: write(folder, 1_500_000))
+    with pytest.raises(UserError) as caught:
+        store.save(2, lambda folder: write(folder, 8_000_000))
+    assert "disk is full" in caught.value.reason
+    assert "checkpoint of step 1 is whole" in caught.value.reason
+    assert "bytes) are free" in caught.value.reason
+    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["global_step_1"]
+    store.verify(1)
+    store.save(2, lambda folder: write(folder, 1_500_000))
+    assert store.latest() == 2
+
+
+def test_full_device_without_an_earlier_checkpoint(tmp_path):
+    def write(folder: Path) -> None:
+        (folder / "weights").symlink_to("/dev/full")
+        (folder / "weights").write_bytes(b"x")
+
+    with pytest.raises(UserError, match="no earlier checkpoint") as caught:
+        CheckpointStore(tmp_path).save(1, write)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
