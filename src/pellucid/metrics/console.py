@@ -1,0 +1,89 @@
+"""What a run shows while it trains: one compact line a finished step and, on a terminal, live progress with time left.
+
+The loop opens a `StepDisplay`, names each stage as it begins and hands over each step's metrics; where standard output
+is not a terminal (CI logs, files) only the lines of finished steps are printed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.progress import Progress, TaskID
+
+from pellucid.console import console, progress
+
+_LINE: list[tuple[str, str, str]] = [
+    ("reward", "critic/score/mean", ".3f"),
+    ("loss", "actor/pg_loss", "+.4f"),
+    ("loss", "train/loss", ".4f"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("kl", "actor/kl_loss", ".2e"),
+    ("gap", "mismatch/logp_max_abs_diff", ".1e"),
+    ("len", "response_length/mean", ".1f"),
+    ("tok/s", "perf/throughput", ".0f"),
+    ("s/step", "timing_s/step", ".2f"),
+]
+
+
+class StepDisplay:
+    """Progress over the steps of a run and over the stage in hand; use as a context manager."""
+
+    def __init__(self, total_steps: int, first_step: int = 0) -> None:
+        """Show `total_steps` of which `first_step` were done before this process began."""
+        self._total, self._first, self._began = total_steps, first_step, time.monotonic()
+        self._progress: Progress | None = None
+        self._steps_bar = self._stage_bar = TaskID(0)
+        if console.is_terminal:
+            self._progress = progress(transient=True)
+            self._progress.speed_estimate_period = 3600.0
+            self._steps_bar = self._progress.add_task("steps", total=total_steps, completed=first_step, info="")
+            self._stage_bar = self._progress.add_task("", total=None, info="", visible=False)
+
+    def __enter__(self) -> StepDisplay:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def stage(self, name: str, total: int | None = None, info: str = "") -> Callable[[int], None]:
+        """Begin a stage of `total` units and return `advance(n)`; the next stage takes its place."""
+        bar = self._progress
+        if bar is None:
+            return lambda count: None
+        bar.reset(self._stage_bar, total=total, description=f"  {name}", visible=True, info=info)
+        return lambda count: bar.advance(self._stage_bar, count)
+
+    def finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Print the finished step's line and move the run's bar."""
+        done = step - self._first
+        left_s = (time.monotonic() - self._began) / done * (self._total - step) if done > 0 else None
+        console.print(step_line(step, self._total, metrics, left_s), markup=False, soft_wrap=True)
+        if self._progress:
+            self._progress.update(self._steps_bar, completed=step)
+            self._progress.update(self._stage_bar, visible=False)
+
+
+def step_line(step: int, total_steps: int, metrics: dict[str, float], left_s: float | None = None) -> str:
+    """Return the line of one step: whatever the metrics hold of validation, reward, loss, gaps, length and speed."""
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    parts += [f"val {name.split('/', 1)[1].removesuffix('/accuracy')} {value:.1%}"
+              for name, value in metrics.items() if name.startswith("val/") and name.endswith("/accuracy")]
+    if "val/loss" in metrics:
+        parts.append(f"val loss {metrics['val/loss']:.4f}")
+    parts += [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
+    if left_s is not None and step < total_steps:
+        parts.append(f"left {format_duration(left_s)}")
+    return "  ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """Return h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

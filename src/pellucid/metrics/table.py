@@ -1,0 +1,137 @@
+"""The definition of every metric: name, unit and one sentence, in one place.
+
+Trackers refuse a name that is not defined here, and `docs/metrics.md` is written from here:
+`python -m pellucid.metrics.table > docs/metrics.md`. In a name, `<task>`, `<stage>` and `<k>` stand for any value.
+"""
+# ruff: noqa: E501 (one line a metric)
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric's definition."""
+
+    name: str
+    unit: str
+    sentence: str
+
+
+def _spread(prefix: str, unit: str, what: str, parts: str = "mean max min") -> list[Metric]:
+    words = {"mean": "Mean", "max": "Largest", "min": "Smallest"}
+    return [Metric(f"{prefix}/{part}", unit, f"{words[part]} {what}.") for part in parts.split()]
+
+
+_DEFINITIONS = [
+    Metric("training/global_step", "step", "Optimization step of the run, counted from 1; 0 is the state before training."),
+    Metric("training/epoch", "epochs", "Passes over the training data begun so far, as a fraction."),
+
+    Metric("actor/pg_loss", "nats", "Policy-gradient loss, aggregated over the mini-batch as `loss_agg_mode` says."),
+    Metric("actor/entropy", "nats", "Mean entropy of the policy's next-token distribution over response tokens."),
+    Metric("actor/entropy_loss", "nats", "Entropy aggregated like the loss; `entropy_coeff` times it is subtracted from the loss."),
+    Metric("actor/kl_loss", "nats", "Divergence from the reference policy, aggregated like the loss, before its coefficient."),
+    Metric("actor/kl_coef", "1", "Coefficient of the divergence from the reference policy."),
+    Metric("actor/grad_norm", "1", "L2 norm of the gradient before clipping."),
+    Metric("actor/lr", "1", "Learning rate of the step."),
+    Metric("actor/pg_clipfrac", "fraction", "Response tokens whose ratio was clipped at the upper or lower bound."),
+    Metric("actor/pg_clipfrac_lower", "fraction", "Response tokens with negative advantage held by the dual-clip bound."),
+    Metric("actor/ppo_kl", "nats", "Mean of old minus new log-probability over response tokens: how far the step has moved."),
+
+    *_spread("critic/score", "reward", "outcome score of a sample, as the reward function gave it"),
+    *_spread("critic/rewards", "reward", "reward of a sample after any KL penalty"),
+    *_spread("critic/advantages", "1", "advantage over response tokens"),
+    *_spread("critic/returns", "reward", "return over response tokens"),
+
+    *_spread("response_length", "tokens", "response length of a sample"),
+    Metric("response_length/clip_ratio", "fraction", "Responses cut off at the length limit."),
+    *_spread("prompt_length", "tokens", "prompt length of a sample"),
+
+    Metric("reward/num_failures", "samples", "Samples whose reward call broke twice; they are masked out of training."),
+    Metric("reward/num_timeouts", "samples", "Samples among the failures whose reward call ran out of time."),
+    Metric("reward/time_s", "s", "Wall time spent scoring the step's samples."),
+
+    Metric("val/<task>/accuracy", "fraction", "Held-out problems of the task answered correctly."),
+    Metric("val/<task>/reward", "reward", "Mean reward on the task's held-out problems."),
+    Metric("val/<task>/num", "problems", "Held-out problems of the task that were scored."),
+    Metric("val/<task>/pass@<k>", "fraction", "Held-out problems of the task of which at least one of k samples is correct, estimated without bias."),
+    Metric("val/loss", "nats/token", "Held-out cross-entropy of supervised training."),
+    Metric("train/loss", "nats/token", "Training cross-entropy of supervised training."),
+    Metric("train/grad_norm", "1", "L2 norm of the gradient of supervised training, before clipping."),
+    Metric("train/lr", "1", "Learning rate of supervised training."),
+
+    Metric("timing_s/step", "s", "Wall time of the whole step."),
+    Metric("timing_s/<stage>", "s", "Wall time of one stage of the step."),
+
+    Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step's samples."),
+    Metric("perf/time_per_step", "s", "Wall time of the step, validation and checkpoint left out."),
+    Metric("perf/throughput", "tokens/s/device", "Tokens of the step per second and device."),
+    Metric("perf/mfu", "fraction", "6 × parameters × tokens of the actor update (2 × of forward-only passes) over the device's peak in that time."),
+    Metric("perf/max_memory_allocated_gb", "GB", "Largest device memory allocated so far."),
+    Metric("perf/cpu_memory_used_gb", "GB", "Resident host memory of the process."),
+
+    Metric("mismatch/logp_max_abs_diff", "nats", "Largest gap between a token's rollout and training log-probability."),
+    Metric("mismatch/logp_mean_abs_diff", "nats", "Mean absolute gap between rollout and training log-probability over response tokens."),
+    Metric("mismatch/mismatch_kl", "nats", "Mean of rollout minus training log-probability over response tokens (k1)."),
+    Metric("mismatch/mismatch_k3_kl", "nats", "Mean of e^l - l - 1, with l training minus rollout log-probability: never negative."),
+    Metric("mismatch/mismatch_training_ppl", "1", "Perplexity of the responses under the training policy, mean over samples."),
+    Metric("mismatch/mismatch_rollout_ppl", "1", "Perplexity of the responses under the rollout policy, mean over samples."),
+    Metric("mismatch/mismatch_ppl_ratio", "1", "Training over rollout perplexity, mean over samples."),
+    Metric("mismatch/mismatch_training_log_ppl", "nats", "Negative mean training log-probability of a sample, mean over samples."),
+    Metric("mismatch/mismatch_rollout_log_ppl", "nats", "Negative mean rollout log-probability of a sample, mean over samples."),
+    Metric("mismatch/mismatch_log_ppl_diff", "nats", "Rollout minus training mean log-probability of a sample, mean over samples."),
+    Metric("mismatch/mismatch_log_ppl_abs_diff", "nats", "The same difference, absolute, mean over samples."),
+    Metric("mismatch/mismatch_log_ppl_diff_max", "nats", "Largest such difference over samples."),
+    Metric("mismatch/mismatch_log_ppl_diff_min", "nats", "Smallest such difference over samples."),
+
+    *_spread("staleness", "versions", "age of a token's policy version when it is trained on", "mean max"),
+
+    Metric("batch/num_groups_dropped", "groups", "Groups left out of the update because their samples carry no signal."),
+    Metric("batch/num_gen_batches", "batches", "Generation batches drawn to fill the step."),
+    Metric("batch/packing_efficiency", "fraction", "Real tokens over token slots in the packed micro-batches."),
+]
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
+assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
+
+_WILDCARDS = {"<task>": r"[^\s]+", "<stage>": r"[a-z_]+", "<k>": r"[1-9]\d*"}
+_PATTERNS: list[tuple[re.Pattern[str], Metric]] = [
+    (re.compile(re.sub(r"<\w+>", lambda found: _WILDCARDS[found[0]], name)), metric)
+    for name, metric in METRICS.items() if "<" in name
+]
+
+
+@lru_cache(maxsize=4096)
+def find(name: str) -> Metric | None:
+    """Return the definition that covers a metric name, or None."""
+    return METRICS.get(name) or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Assert that every name has a definition, so that a metric without unit and meaning cannot ship."""
+    undefined = [name for name in names if find(name) is None]
+    assert not undefined, f"metrics without a definition in metrics/table.py: {', '.join(sorted(undefined))}"
+
+
+def metrics_markdown() -> str:
+    """Return the page `docs/metrics.md`: one table a group."""
+    lines = ["# Metrics", "",
+             "Every number in `metrics.jsonl`, on the console and in the trackers. Written from `pellucid/metrics/table.py`",
+             "by `python -m pellucid.metrics.table > docs/metrics.md`; do not edit by hand.", "",
+             "One line a step, key `step` first; a value that is not finite is written as `null`. In names, `<task>` is a task,",
+             "`<stage>` a stage of the step and `<k>` a number of samples."]
+    group = ""
+    for metric in _DEFINITIONS:
+        if (head := metric.name.split("/")[0]) != group:
+            group = head
+            lines += ["", f"## {group}", "", "| name | unit | meaning |", "| --- | --- | --- |"]
+        lines.append(f"| `{metric.name}` | {metric.unit} | {metric.sentence} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(metrics_markdown())

@@ -1,0 +1,225 @@
+"""Metric definitions, trackers that survive resume and failing services, the step display, and the curves."""
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pellucid.errors import MissingExtraError, UserError
+from pellucid.metrics import console as display
+from pellucid.metrics import plots, table, trackers
+from pellucid.metrics.trackers import open_trackers, read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def open_run(path: Path, names: list[str] | None = None, resume_step: int | None = None) -> trackers.Trackers:
+    return open_trackers(names or ["console"], path, "project", "experiment", {"a": {"b": 1}}, resume_step)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(path / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("name", [
+    "actor/pg_loss", "val/gsm8k/accuracy", "val/openai/gsm8k/pass@8", "timing_s/actor_update",
+    "timing_s/step", "critic/advantages/min", "mismatch/logp_max_abs_diff", "response_length/clip_ratio",
+    "staleness/max",
+])
+def test_defined(name):
+    table.check_names([name])
+
+
+@pytest.mark.parametrize("name", ["actor/pgloss", "val/accuracy", "val/a/pass@0", "val/a/best", "timing_s/A", "step"])
+def test_undefined(name):
+    with pytest.raises(AssertionError, match=name):
+        table.check_names(["actor/lr", name])
+
+
+def test_definitions_are_complete_sentences():
+    for metric in table.METRICS.values():
+        assert metric.unit
+        assert metric.sentence[0].isupper() or metric.sentence[0].isdigit()
+        assert metric.sentence.endswith(".")
+
+
+def test_the_page_is_up_to_date():
+    assert (ROOT / "docs" / "metrics.md").read_text() == table.metrics_markdown(), \
+        "run: python -m pellucid.metrics.table > docs/metrics.md"
+
+
+def test_jsonl_line(tmp_path):
+    run = open_run(tmp_path)
+    run.log(1, {"actor/lr": 0.1, "actor/grad_norm": math.inf, "actor/entropy": math.nan})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == '{"step": 1, "actor/lr": 0.1, "actor/grad_norm": null, "actor/entropy": null}\n'
+    with pytest.raises(AssertionError, match="actor/nonsense"):
+        run.log(2, {"actor/nonsense": 1.0})
+    run.close()
+    assert steps_of(tmp_path) == [1]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(count=st.integers(0, 6), resume=st.integers(0, 8), torn=st.integers(0, 30))
+def test_resume_drops_later_and_torn_lines(tmp_path, count, resume, torn):
+    path = tmp_path / "metrics.jsonl"
+    whole = "".join(json.dumps({"step": step, "actor/lr": step / 7}) + "\n" for step in range(count))
+    path.write_text(whole + json.dumps({"step": count, "actor/lr": 1.0})[:torn])
+    run = open_run(tmp_path, resume_step=resume)
+    run.log(resume + 1, {"actor/lr": 2.0})
+    run.close()
+    assert read_metrics(path)[:-1] == [json.loads(line) for line in whole.splitlines()[:resume + 1]]
+    assert steps_of(tmp_path)[-1] == resume + 1
+
+
+def test_a_fresh_start_keeps_the_earlier_metrics(tmp_path):
+    for _ in range(3):
+        run = open_run(tmp_path)
+        run.log(1, {"actor/lr": 1.0})
+        run.close()
+    kept = sorted(path.name for path in tmp_path.glob("metrics*"))
+    assert kept == ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+    assert steps_of(tmp_path) == [1]
+
+
+def test_a_broken_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_tensorboard_purges_the_steps_that_are_repeated(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, resume in ((0, None), (2, 1)):
+        run = open_run(tmp_path, ["tensorboard"], resume)
+        for step in range(first, 4):
+            run.log(step, {"val/arithmetic/pass@4": step + first})
+        run.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/arithmetic/pass@4")
+    assert [(event.step, event.value) for event in events] == [(0, 0.0), (1, 1.0), (2, 4.0), (3, 5.0)]
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+def test_unknown_tracker(tmp_path):
+    with pytest.raises(UserError, match="Did you mean 'tensorboard'"):
+        open_run(tmp_path, ["tensorbord"])
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
+def test_missing_package_names_the_extra(tmp_path, name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=rf"pellucid\[{name}\]"):
+        open_run(tmp_path, [name])
+
+
+class Flaky:
+    failures = (OSError,)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        raise self.error
+
+    def close(self) -> None:
+        raise self.error
+
+
+def test_a_failing_service_is_told_once_and_stops_nothing(tmp_path, capsys):
+    jsonl = trackers.JsonlTracker(trackers.TrackerContext(tmp_path, "p", "e"))
+    run = trackers.Trackers({"flaky": Flaky(ConnectionError("gone")), "jsonl": jsonl})
+    for step in (1, 2):
+        run.log(step, {"actor/lr": 1.0})
+    assert capsys.readouterr().out.replace("\n", " ").count("flaky failed at step 1 (ConnectionError: gone)") == 1
+    run.close()
+    assert jsonl._file.closed
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def test_an_unexpected_error_is_not_hidden_and_the_rest_is_closed(tmp_path):
+    jsonl = trackers.JsonlTracker(trackers.TrackerContext(tmp_path, "p", "e"))
+    run = trackers.Trackers({"broken": Flaky(KeyError("bug")), "jsonl": jsonl})
+    with pytest.raises(KeyError):
+        run.log(1, {"actor/lr": 1.0})
+    with pytest.raises(KeyError):
+        run.close()
+    assert jsonl._file.closed
+
+
+def test_run_ids_are_kept_on_resume_and_new_on_a_fresh_start(tmp_path):
+    fresh, resumed = (trackers.TrackerContext(tmp_path, "p", "e", resume_step=step) for step in (None, 3))
+    first = fresh.run_id("wandb")
+    assert resumed.run_id("wandb") == first
+    assert resumed.run_id("swanlab") != first
+    assert fresh.run_id("wandb") != first
+
+
+STEP = {"critic/score/mean": 0.5, "val/arithmetic/accuracy": 0.8125, "actor/pg_loss": -0.0123, "actor/entropy": 0.4,
+        "mismatch/logp_max_abs_diff": 3e-6, "response_length/mean": 5.25, "perf/throughput": 1830.4,
+        "timing_s/step": 2.1}
+
+
+def test_step_line():
+    assert display.step_line(7, 120, STEP, 93.0) == (
+        "step   7/120  val arithmetic 81.2%  reward 0.500  loss -0.0123  entropy 0.400  gap 3.0e-06  len 5.2"
+        "  tok/s 1830  s/step 2.10  left 1:33")
+    assert display.format_duration(3 * 3600 + 61.6) == "3:01:02"
+
+
+def show(monkeypatch, *, terminal: bool) -> str:
+    out = io.StringIO()
+    screen = Console(file=out, force_terminal=terminal, width=200, highlight=False)
+    monkeypatch.setattr(display, "console", screen)
+    monkeypatch.setattr("pellucid.console.console", screen)
+    with display.StepDisplay(3, first_step=1) as shown:
+        for step in (2, 3):
+            advance = shown.stage("rollout_generate", 8)
+            for _ in range(8):
+                advance(1)
+            shown.finish_step(step, STEP)
+    return out.getvalue()
+
+
+def test_without_a_terminal_one_plain_line_a_step(monkeypatch):
+    lines = show(monkeypatch, terminal=False).splitlines()
+    assert [line[:8] for line in lines] == ["step 2/3", "step 3/3"]
+    assert "left 0:00" in lines[0]
+    assert "left" not in lines[1]
+
+
+def test_on_a_terminal_the_stage_is_shown(monkeypatch):
+    out = show(monkeypatch, terminal=True)
+    assert "rollout_generate" in out
+    assert "step 2/3" in out
+
+
+def write_run(path: Path, offset: float) -> Path:
+    rows = []
+    for step in range(6):
+        row: dict[str, float] = {"step": step}
+        if step:
+            row |= {"critic/score/mean": step / 6 + offset, "timing_s/step": 35.0, "timing_s/validate": 5.0}
+        if step % 2 == 0:
+            row["val/arithmetic/accuracy"] = step / 6 + offset
+        rows.append(json.dumps(row) + "\n")
+    path.write_text("".join(rows))
+    return path
+
+
+def test_plots(tmp_path):
+    runs = {f"seed {seed}": write_run(tmp_path / f"{seed}.jsonl", seed / 20) for seed in range(3)}
+    assert plots.training_minutes(read_metrics(runs["seed 0"])) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    plots.plot_curve(runs["seed 0"], tmp_path / "out" / "curve.png")
+    plots.plot_runs(runs, tmp_path / "runs.png")
+    for picture in (tmp_path / "out" / "curve.png", tmp_path / "runs.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match="no finished step"):
+        plots.plot_curve(tmp_path / "empty.jsonl", tmp_path / "none.png")
