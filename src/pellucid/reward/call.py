@@ -1,0 +1,123 @@
+"""One reward call, in this process or in a worker: load the function, call it, check what it returned.
+
+A reward function has verl's signature and is called with keywords:
+`compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`.
+"""
+
+import inspect
+import math
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from numbers import Real
+from typing import Any
+
+from pellucid.errors import UserError
+from pellucid.plugins import load_object
+from pellucid.tasks import get_task
+from pellucid.types import FailureKind
+
+FIELD = "reward_model.custom_reward_function"
+KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+ACCEPTED = 'a finite number, or a dict whose "score" is one'
+_ALARM_GRACE_S = 10.0
+
+
+class RewardCallError(Exception):
+    """A reward call that raised, or returned something that is not a score; survives the way between processes."""
+
+    def __init__(self, kind: FailureKind, message: str, time_s: float) -> None:
+        super().__init__(kind, message, time_s)
+        self.kind: FailureKind = kind
+        self.message, self.time_s = message, time_s
+
+
+def verify_with_task(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float | dict[str, Any]:
+    """Score with the verifier of the task that `data_source` names: the reward function when the user gives none."""
+    if ground_truth is None:
+        raise ValueError(f"a row of '{data_source}' has no answer to verify against (data.answer_key)")
+    return get_task(data_source).verify(solution_str, ground_truth, extra_info)
+
+
+@cache
+def load_reward_function(spec: str | None) -> Callable[..., Any]:
+    """Return the reward function at `file.py:name` or `pkg.mod:name`; None stands for the task's verifier.
+
+    Raises:
+        UserError: it cannot be loaded, is not callable, or does not take the four keywords.
+    """
+    if spec is None:
+        return verify_with_task
+    function = load_object(spec, FIELD)
+    if not callable(function):
+        raise UserError(FIELD, f"'{spec}' is a {type(function).__name__}, not a function.")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(KEYWORDS))
+    except TypeError as error:
+        raise UserError(
+            FIELD, f"'{spec}' cannot be called ({error}).", f"It must take the arguments {', '.join(KEYWORDS)}."
+        ) from error
+    return function
+
+
+def call_reward(spec: str | None, arguments: dict[str, Any]) -> tuple[float, dict[str, float], float]:
+    """Call the reward function once.
+
+    Args:
+        spec: see `load_reward_function`.
+        arguments: the values of `KEYWORDS`.
+
+    Returns:
+        The reward, its parts (every other finite number of a dict result) and the call's duration in seconds.
+
+    Raises:
+        RewardCallError: the function raised, or returned no score.
+    """
+    function = load_reward_function(spec)
+    start = time.perf_counter()
+    try:
+        result = function(**arguments)
+    except Exception as error:
+        elapsed = time.perf_counter() - start
+        raise RewardCallError("exception", f"{_name(spec)} raised {type(error).__name__}: {error}", elapsed) from error
+    elapsed = time.perf_counter() - start
+    score: Any
+    score, parts = (result.get("score"), result) if isinstance(result, dict) else (result, {})
+    if not _is_finite_number(score):
+        raise RewardCallError(
+            "wrong_type", f"{_name(spec)} returned {_found(result)}; it must return {ACCEPTED}.", elapsed
+        )
+    numbers = {str(key): float(value) for key, value in parts.items() if key != "score" and _is_finite_number(value)}
+    return float(score), numbers, elapsed
+
+
+def call_in_worker(
+    spec: str | None, arguments: dict[str, Any], timeout_s: float
+) -> tuple[float, dict[str, float], float]:
+    """Do `call_reward` in a worker process, which ends by itself soon after the time-out.
+
+    The pool kills a late worker; the alarm is for the case that the pool's own process was killed first.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_GRACE_S)
+    try:
+        return call_reward(spec, arguments)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _found(result: Any) -> str:
+    if isinstance(result, dict) and "score" in result:
+        return f'"score": {result["score"]!r:.80} of type {type(result["score"]).__name__}'
+    return f"{result!r:.80} of type {type(result).__name__}"
+
+
+def _name(spec: str | None) -> str:
+    return f"the reward function '{spec.rpartition(':')[2]}'" if spec else "the task's verifier"
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

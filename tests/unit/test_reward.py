@@ -1,0 +1,256 @@
+"""Scoring: real worker processes, real hangs and crashes; a failure is typed, repeated once and never scored."""
+
+import time
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pellucid.errors import UserError
+from pellucid.reward import make_scorer
+from pellucid.tasks import get_task
+from pellucid.types import Prompt, RewardFailure, Rollout
+
+REWARD = """
+import os, sys, time
+from pathlib import Path
+
+class Awkward(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first}-{second}")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    match solution_str:
+        case "raise": raise Awkward("a", "b")
+        case "hang":
+            with Path(extra_info["pids"]).open("a") as file:
+                print(os.getpid(), file=file)
+            time.sleep(600)
+        case "die": os._exit(3)
+        case "exit": sys.exit("bye")
+        case "text": return "1.0"
+        case "none": return None
+        case "nan": return float("nan")
+        case "complex": return 1j
+        case "no score": return {"acc": 1.0}
+        case "bad score": return {"score": "high"}
+        case "parts": return {"score": 2, "acc": True, "length": 0.5, "pred": "x", "bad": float("inf")}
+        case "flaky":
+            marker = Path(extra_info["marker"])
+            if not marker.exists():
+                marker.touch()
+                raise ValueError("only the first time")
+            return 0.25
+        case "echo": return {"score": 1.0, "seen": [data_source, ground_truth, extra_info] == ["mine", 5, {
+            "level": 2, "uid": "mine:train:0", "sample": 3}]}
+    return float(len(solution_str))
+
+def too_few(data_source, solution_str):
+    return 0.0
+
+def keywords(*, solution_str, **others):
+    return 1.0
+
+def always_broken(data_source, solution_str, ground_truth, extra_info):
+    raise KeyError("nothing works")
+
+constant = 3
+"""
+
+
+def make_rollout(text, sample=0, task="mine", answer=5, **extra):
+    prompt = Prompt(uid=f"{task}:train:0", token_ids=[1], text="p", task=task, answer=answer, extra=extra)
+    return Rollout(prompt, sample, token_ids=[1], logprobs=[0.0], versions=[0], finish_reason="stop", text=text)
+
+
+@pytest.fixture(scope="module")
+def reward_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text(REWARD)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def scorer(reward_file):
+    with make_scorer(reward_file, "compute_score", num_workers=2, timeout_s=1.0) as scorer:
+        scorer.score([make_rollout("warm")])
+        yield scorer
+
+
+def test_rewards_land_on_their_rollouts(scorer):
+    rollouts = [make_rollout("x" * (i % 7)) for i in range(60)]
+    done = []
+    stats = scorer.score(rollouts, on_done=done.append)
+    assert [rollout.reward for rollout in rollouts] == [i % 7 for i in range(60)]
+    assert all(rollout.failure is None for rollout in rollouts)
+    assert sorted(map(id, done)) == sorted(map(id, rollouts))
+    assert (stats.num_failures, stats.num_timeouts, stats.num_retries) == (0, 0, 0)
+    assert 0 < stats.slowest_s <= stats.time_s
+
+
+def test_the_function_sees_verls_arguments_and_may_return_parts(scorer):
+    echo, parts = make_rollout("echo", sample=3, level=2), make_rollout("parts")
+    scorer.score([echo, parts])
+    assert (echo.reward, echo.reward_parts) == (1.0, {"seen": 1.0})
+    assert (parts.reward, parts.reward_parts) == (2.0, {"acc": 1.0, "length": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("raise", "exception", "'compute_score' raised Awkward: a-b"),
+        ("exit", "exception", "SystemExit: bye"),
+        ("die", "exception", "the worker process died"),
+        ("text", "wrong_type", "returned '1.0' of type str; it must return a finite number"),
+        ("none", "wrong_type", "returned None of type NoneType"),
+        ("nan", "wrong_type", "returned nan of type float"),
+        ("complex", "wrong_type", "of type complex"),
+        ("no score", "wrong_type", "of type dict"),
+        ("bad score", "wrong_type", "\"score\": 'high' of type str"),
+    ],
+)
+def test_a_failing_call_is_repeated_once_then_typed_and_its_neighbours_score(scorer, text, kind, message):
+    bad, good = make_rollout(text), make_rollout("abc")
+    bad.reward = 7.0
+    stats = scorer.score([bad, good])
+    assert bad.failure is not None
+    assert bad.failure.kind == kind
+    assert message in bad.failure.message
+    assert bad.reward is None
+    assert (good.reward, good.failure) == (3.0, None)
+    assert (stats.num_failures, stats.num_retries, stats.num_timeouts) == (1, 1, 0)
+
+
+def test_a_hung_call_is_killed_twice_and_the_pool_lives_on(scorer, tmp_path):
+    pids = tmp_path / "pids"
+    bad, good = make_rollout("hang", pids=str(pids)), make_rollout("abc")
+    start = time.monotonic()
+    stats = scorer.score([bad, good])
+    assert time.monotonic() - start < 20
+    assert bad.failure == RewardFailure("timeout", "the call took longer than 1 s and was killed.")
+    assert good.reward == 3.0
+    assert (stats.num_failures, stats.num_retries, stats.num_timeouts) == (1, 1, 2)
+    assert stats.slowest_s == 1.0
+    first, second = pids.read_text().split()
+    assert first != second
+    assert not psutil.pid_exists(int(first))
+    assert not psutil.pid_exists(int(second))
+    again = make_rollout("abcd")
+    scorer.score([again])
+    assert again.reward == 4.0
+
+
+def test_a_call_that_works_the_second_time_scores(scorer, tmp_path):
+    rollout = make_rollout("flaky", marker=str(tmp_path / "marker"))
+    stats = scorer.score([rollout])
+    assert (rollout.reward, rollout.failure) == (0.25, None)
+    assert (stats.num_retries, stats.num_failures) == (1, 0)
+
+
+def test_a_batch_in_which_everything_fails_is_a_broken_function(scorer, reward_file):
+    with pytest.raises(
+        UserError, match=r"all 2 calls of the batch failed; the first: .*returned None of type NoneType"
+    ):
+        scorer.score([make_rollout("none"), make_rollout("none")])
+    with (
+        make_scorer(reward_file, "always_broken", 1, 5.0) as broken,
+        pytest.raises(UserError, match="raised KeyError: 'nothing works'"),
+    ):
+        broken.score([make_rollout("a")])
+    assert scorer.score([]).num_failures == 0
+
+
+def test_closing_stops_busy_workers(reward_file, tmp_path):
+    pids = tmp_path / "pids"
+
+    def interrupt(_):
+        while not (pids.exists() and pids.read_text()):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    def run():
+        with make_scorer(reward_file, "compute_score", 2, 600.0) as scorer:
+            scorer.score([make_rollout("hang", pids=str(pids)), make_rollout("abc")], on_done=interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert not psutil.pid_exists(int(pids.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("compute_scores", "Did you mean 'compute_score'"),
+        ("constant", "is a int, not a function"),
+        ("too_few", "must take the arguments data_source, solution_str, ground_truth, extra_info"),
+    ],
+)
+def test_a_wrong_function_is_refused_at_construction(reward_file, name, message):
+    with pytest.raises(UserError, match=message):
+        make_scorer(reward_file, name, 2, 1.0)
+
+
+def test_a_missing_file_and_impossible_numbers_are_refused_at_construction(reward_file, tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        make_scorer(str(tmp_path / "none.py"), "compute_score", 2, 1.0)
+    with pytest.raises(UserError, match="cannot be imported"):
+        make_scorer("no_such_package.rewards", "compute_score", 2, 1.0)
+    for workers, timeout in ((0, 1.0), (1, 0.0)):
+        with pytest.raises(UserError, match="above zero"):
+            make_scorer(reward_file, "compute_score", workers, timeout)
+
+
+def test_a_relative_path_and_keyword_only_arguments_work(reward_file, monkeypatch):
+    folder, _, name = reward_file.rpartition("/")
+    monkeypatch.chdir(folder)
+    rollout = make_rollout("a")
+    with make_scorer(name, "keywords", 1, 5.0) as scorer:
+        monkeypatch.chdir("/")
+        scorer.score([rollout])
+    assert rollout.reward == 1.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=20).filter(any))
+def test_inline_verifiers_need_no_process(kinds):
+    rollouts = [make_rollout("5" if right else "6", task="arithmetic", answer="5") for right in kinds]
+    with make_scorer(None, "compute_score", 2, 1.0) as scorer:
+        scorer.score(rollouts)
+        assert scorer._pool is None
+    assert [rollout.reward for rollout in rollouts] == [float(right) for right in kinds]
+
+
+def test_a_row_without_an_answer_fails_and_is_not_scored_zero():
+    good, bad = make_rollout("#### 5", task="gsm8k", answer="5"), make_rollout("5", task="openai/gsm8k", answer=None)
+    with make_scorer(None, "compute_score", 1, 1.0) as scorer:
+        stats = scorer.score([good, bad])
+    assert good.reward == 1.0
+    assert bad.reward is None
+    assert bad.failure is not None
+    assert "has no answer to verify against" in bad.failure.message
+    assert stats.num_retries == 1
+
+
+def test_a_data_source_without_verifier_asks_for_a_function():
+    with (
+        make_scorer(None, "compute_score", 1, 1.0) as scorer,
+        pytest.raises(UserError, match=r"'gsm8' has no verifier.*Did you mean 'gsm8k'") as caught,
+    ):
+        scorer.score([make_rollout("a", task="gsm8")])
+    assert caught.value.field == "reward_model.custom_reward_function.path"
+
+
+def test_reasoning_gym_scores_in_a_worker():
+    pytest.importorskip("reasoning_gym")
+    row = get_task("reasoning_gym:leg_counting").rows("train", size=1)[0]
+    extra = {"question": row["question"], "metadata": row["metadata"]}
+    right, wrong = (
+        make_rollout(text, task=row["data_source"], answer=row["answer"], **extra) for text in (row["answer"], "?")
+    )
+    with make_scorer(None, "compute_score", 1, 60.0) as scorer:
+        scorer.score([right, wrong])
+        assert scorer._pool is not None
+    assert right.reward == 1.0
+    assert wrong.reward is not None
+    assert wrong.reward < 1.0
