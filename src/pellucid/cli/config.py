@@ -1,0 +1,133 @@
+"""`pellucid config show|check|keys|migrate`: look at a configuration without starting anything.
+
+Reads recipes and the schema; torch is never imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from pellucid.config import RunConfig, SftConfig, build_plan, load_config, read_model_facts
+from pellucid.config.describe import annotated_yaml, keys
+from pellucid.config.migrate import migrate
+from pellucid.console import console, error_console, notice
+from pellucid.errors import UserError, did_you_mean
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and convert configurations.")
+
+Sft = Annotated[bool, typer.Option("--sft", help="The recipe is for `pellucid sft`.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, +key=value, ~key.")]
+
+
+@app.command()
+def show(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe; without one the defaults are shown.")] = None,
+    overrides: Overrides = None,
+    annotated: Annotated[bool, typer.Option("--annotated", help="Explain each key above it.")] = False,
+    sft: Sft = False,
+) -> None:
+    """Print the configuration as resolved, in YAML that repeats the run."""
+    root = SftConfig if sft else RunConfig
+    words = overrides or []
+    if recipe is not None and "=" in recipe and not Path(recipe).is_file():
+        recipe, words = None, [recipe, *words]
+    if recipe is None and not words:
+        text = annotated_yaml(root)
+        _print_text(
+            text
+            if annotated
+            else "\n".join(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
+        )
+        return
+    loaded = load_config(recipe, words, root)
+    for line in loaded.notices:
+        error_console.print(line, style="yellow", markup=False)
+    _print_text(annotated_yaml(root, dataclasses.asdict(loaded.config)) if annotated else loaded.yaml)
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(help="A recipe.")], overrides: Overrides = None, sft: Sft = False
+) -> None:
+    """Check a recipe and print the plan of the run; any mistake is named by its key."""
+    loaded = load_config(recipe, overrides or [], SftConfig if sft else RunConfig)
+    for line in loaded.notices:
+        notice(line)
+    config = loaded.config
+    if isinstance(config, RunConfig) and not config.trainer.val_only:
+        num_prompts = _count_prompts(config)
+        if num_prompts is None:
+            notice("No plan: the training rows are on the hub.")
+        else:
+            _print_plan(config, num_prompts)
+    console.print(f"OK: {recipe}", style="green", markup=False)
+
+
+@app.command("keys")
+def list_keys(
+    pattern: Annotated[str, typer.Argument(help="Only keys that contain this text.")] = "",
+    sft: Sft = False,
+) -> None:
+    """List the keys with their types, defaults and meanings."""
+    every = [key for key in keys(SftConfig if sft else RunConfig) if not key.is_section]
+    chosen = [key for key in every if pattern in key.name]
+    if not chosen:
+        raise UserError(
+            "PATTERN",
+            f"no key contains '{pattern}'.",
+            did_you_mean(pattern, {word for key in every for word in key.name.split(".")}),
+        )
+    table = Table("key", "type", "default", "meaning", show_lines=True)
+    table.columns[0].overflow = "fold"
+    for key in chosen:
+        table.add_row(key.name, key.type, key.default, key.doc)
+    console.print(table, markup=False)
+
+
+@app.command("migrate")
+def migrate_command(
+    old: Annotated[Path, typer.Argument(help="A YAML file with old spellings.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the new YAML here; otherwise it is printed.")
+    ] = None,
+) -> None:
+    """Rewrite old spellings to today's; comments are not kept."""
+    text, changes = migrate(old)
+    for line in changes or ["Nothing to change."]:
+        error_console.print(line, style="yellow", markup=False, soft_wrap=True)
+    if output is None:
+        _print_text(text)
+    else:
+        output.write_text(text, encoding="utf-8")
+        console.print(f"Wrote {output}", markup=False)
+
+
+def _print_text(text: str) -> None:
+    console.print(text.rstrip("\n"), markup=False, soft_wrap=True)
+
+
+def _count_prompts(config: RunConfig) -> int | None:
+    """Return the number of training rows, before filtering; None when counting them would need the hub."""
+    from pellucid.data.sources import load_rows
+
+    files = config.data.train_files
+    sources = [files] if isinstance(files, str) else files
+    if any(not (source.startswith("task:") or Path(source).suffix or Path(source).exists()) for source in sources):
+        return None
+    num_rows = len(load_rows(files, "data.train_files", "train"))
+    return min(num_rows, config.data.train_max_samples or num_rows)
+
+
+def _print_plan(config: RunConfig, num_prompts: int) -> None:
+    path = config.actor_rollout_ref.model.path
+    assert path is not None
+    plan = build_plan(config, num_prompts, read_model_facts(path))
+    table = Table(show_header=False, box=None)
+    for label, sentence in plan.rows():
+        table.add_row(label, sentence)
+    console.print(table, markup=False)

@@ -1,0 +1,111 @@
+"""What the user wrote, composed by Hydra: a recipe with its `defaults:` list, then the command line's overrides.
+
+The result holds only keys that the user set, with interpolations unresolved; `load.py` merges it over the defaults.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pellucid.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+RECIPE = "_pellucid_recipe"
+_BARE_TASK = re.compile(r"^([^=]+)=(task:[^'\"\s]*)$")
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """Read one YAML file without resolving anything.
+
+    Raises:
+        UserError: the file is missing, is not text, or has a syntax error (file and line are named).
+    """
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+
+    if not path.is_file():
+        names = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        close = nearest(path.name, names)
+        raise UserError(
+            str(path), "this file does not exist.", f"Did you mean '{path.parent / close}'?" if close else ""
+        )
+    try:
+        tree = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise _syntax_error(error, str(path)) from error
+    except UnicodeDecodeError as error:
+        raise UserError(str(path), f"this file is not text in UTF-8 ({error.reason} at byte {error.start}).") from error
+    except OSError as error:
+        raise UserError(str(path), f"this is not a YAML mapping of keys to values ({error}).") from error
+    if not isinstance(tree, DictConfig):
+        raise UserError(str(path), "this is a list; a config is a mapping of keys to values.")
+    return tree
+
+
+def compose_user_tree(source: str | Path | None, overrides: list[str]) -> DictConfig:
+    """Compose a recipe and overrides into the tree of keys that the user set.
+
+    Args:
+        source: the recipe's path; its folder is the search path of its `defaults:` list. None starts empty.
+        overrides: Hydra's grammar: `key=value`, `+key=value`, `++key=value`, `~key`, `group@package=option`.
+
+    Raises:
+        UserError: anything that Hydra or YAML cannot read.
+    """
+    import yaml
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    folder = Path(source).resolve().parent if source else Path.cwd()
+    recipe = read_yaml(Path(source)) if source else OmegaConf.create()
+    ConfigStore.instance().store(name=RECIPE, node=recipe)
+    words = [_override(word, folder) for word in overrides]
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+            tree = compose(config_name=RECIPE, overrides=words)
+    except yaml.YAMLError as error:
+        raise _syntax_error(error, str(source)) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = str(error).split("\nfull_key")[0].replace(RECIPE, str(source))
+        raise UserError(str(source or "overrides"), f"cannot be composed: {reason.strip()}") from error
+    OmegaConf.set_struct(tree, False)
+    return tree
+
+
+def _override(word: str, folder: Path) -> str:
+    """Check one override's grammar and let it set keys that the recipe does not mention."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+    from hydra.errors import HydraException
+
+    word = _BARE_TASK.sub(r'\1="\2"', word)
+    try:
+        override: Any = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        reason = str(error).split("\n")[0]
+        remedy = "Write key=value; put a value with special characters in quotes: 'key=\"value\"'."
+        raise UserError(word, f"this override cannot be read ({reason}).", remedy) from error
+    if override.is_sweep_override():
+        raise UserError(word, "several values for one key.", "A list is written with brackets: 'key=[a,b]'.")
+    is_group = override.package is not None or (folder / override.key_or_group).is_dir()
+    if is_group or override.type not in (OverrideType.CHANGE, OverrideType.ADD):
+        return word
+    return "++" + word.lstrip("+")
+
+
+def _syntax_error(error: Exception, name: str) -> UserError:
+    """Turn a YAML error into one line with file, line and column."""
+    from yaml import MarkedYAMLError
+
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        where = mark.name if mark.name.endswith((".yaml", ".yml")) else name
+        return UserError(f"{where}:{mark.line + 1}", f"YAML syntax error at column {mark.column + 1}: {error.problem}.")
+    return UserError(name, f"YAML syntax error: {error}")

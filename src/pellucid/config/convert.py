@@ -1,0 +1,175 @@
+"""From plain YAML values to the schema's dataclasses, with every mistake named by its full key.
+
+`load.py` hands in the resolved tree; types, choices, ranges and aliases come from the schema's annotations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pellucid.config.fields import Alias, Length, Range, Refused, default_of, link_of
+from pellucid.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+class ConfigError(UserError):
+    """Several mistakes of one config, reported together (the first five)."""
+
+    def __init__(self, errors: list[UserError]) -> None:
+        self.errors = errors
+        shown = "\n".join(f"  - {error}" for error in errors[:5])
+        more = f"\n  … and {len(errors) - 5} more" if len(errors) > 5 else ""
+        super().__init__(f"{len(errors)} mistakes in the config", f"\n{shown}{more}")
+
+
+def raise_all(errors: list[UserError]) -> None:
+    """Raise the single error, or all of them as one `ConfigError`; do nothing when there is none."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigError(errors)
+
+
+@cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """Return the annotated types of a section's fields, in the order they are declared."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {item.name: hints[item.name] for item in dataclasses.fields(cls)}
+
+
+def defaults_tree(cls: type) -> dict[str, Any]:
+    """Return a section's defaults as a YAML tree, with interpolations and `???` where the schema has them."""
+    hints = hints_of(cls)
+    return {
+        item.name: defaults_tree(hints[item.name]) if dataclasses.is_dataclass(hints[item.name]) else default_of(item)
+        for item in dataclasses.fields(cls)
+    }
+
+
+def flat_hints(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key → annotated type for each leaf of the schema, sections included with their dataclass."""
+    flat: dict[str, Any] = {}
+    for name, hint in hints_of(cls).items():
+        flat[prefix + name] = hint
+        if dataclasses.is_dataclass(hint):
+            flat |= flat_hints(hint, f"{prefix}{name}.")  # pyright: ignore[reportArgumentType]
+    return flat
+
+
+def type_text(hint: Any) -> str:
+    """Return a type as users read it, e.g. `int ≥ 1 or null` or `auto | cpu | cuda`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return " ".join(
+            [type_text(args[0]), *(str(meta) for meta in args[1:] if isinstance(meta, Range | Length) and str(meta))]
+        )
+    if origin is Literal:
+        return " | ".join(str(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(arg) for arg in args)
+    if origin is list:
+        return f"list of {type_text(args[0])}"
+    if origin is dict:
+        return "mapping"
+    return {bool: "true | false", str: "text", type(None): "null"}.get(hint) or hint.__name__
+
+
+def convert(cls: type[T], tree: dict[str, Any], notices: list[str]) -> T:
+    """Build a section from a resolved tree that has every key.
+
+    Args:
+        cls: the dataclass.
+        tree: plain values, `???` nowhere.
+        notices: lines to tell the user are appended here.
+
+    Raises:
+        UserError: a wrong type, choice or range (`ConfigError` for several).
+    """
+    own: list[UserError] = []
+    followed: list[UserError] = []
+    made = _section(cls, tree, "", own, followed, notices)
+    said = {error.reason for error in own}
+    raise_all(own + [error for error in followed if error.reason not in said])
+    return made
+
+
+def _section(
+    cls: Any, tree: dict[str, Any], prefix: str, own: list[UserError], followed: list[UserError], notices: list[str]
+) -> Any:
+    """Build one section; a mistake in a key that may follow another one goes to `followed`, any other to `own`."""
+    values: dict[str, Any] = {}
+    for item, (name, hint) in zip(dataclasses.fields(cls), hints_of(cls).items()):
+        if dataclasses.is_dataclass(hint):
+            values[name] = _section(hint, tree[name], f"{prefix}{name}.", own, followed, notices)
+            continue
+        try:
+            values[name] = _value(tree[name], hint, prefix + name, notices)
+        except UserError as error:
+            (own if link_of(item) is None else followed).append(error)
+    return None if own or followed else cls(**values)
+
+
+def _value(value: Any, hint: Any, key: str, notices: list[str], allowed: str = "") -> Any:
+    """Return `value` as `hint` asks for it, or raise the error that says what is `allowed`."""
+    origin, args, allowed = get_origin(hint), get_args(hint), allowed or type_text(hint)
+    if origin is Annotated:
+        return _annotated(value, args[0], args[1:], key, notices, allowed)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        arms = [arg for arg in args if arg is not type(None)]
+        arm = next((arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)), arms[0])
+        return _value(value, arm, key, notices, allowed)
+    if origin is Literal:
+        if isinstance(value, str) and value in args:
+            return value
+        close = nearest(str(value), [str(arg) for arg in args])
+        raise UserError(key, f"{_shown(value)} is not one of {allowed}.", f"Did you mean '{close}'?" if close else "")
+    if origin is list and isinstance(value, list):
+        return [_value(item, args[0], f"{key}[{index}]", notices) for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return value
+    made = None if origin or value is None else _scalar(value, hint)
+    if made is None:
+        raise UserError(key, f"{_shown(value)} is not allowed; it must be {allowed}.")
+    return made
+
+
+def _annotated(value: Any, hint: Any, metas: tuple[Any, ...], key: str, notices: list[str], allowed: str) -> Any:
+    for meta in metas:
+        if isinstance(meta, Alias) and value == meta.word and type(value) is type(meta.word):
+            value = meta.means
+            if meta.said:
+                notices.append(f"{key}: {meta.said}")
+        if isinstance(meta, Refused) and value in meta.words:
+            raise UserError(key, f"'{value}' is not in this version.", meta.remedy)
+    made = _value(value, hint, key, notices, allowed)
+    for meta in metas:
+        if isinstance(meta, Range | Length) and not meta.holds(made):
+            raise UserError(key, f"{_shown(value)} is out of range; it must be {allowed}.")
+    return made
+
+
+def _scalar(value: Any, hint: type) -> Any:
+    """Return the scalar, also from its text form (environment variables are text); None when it does not fit."""
+    if hint is bool:
+        return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value).lower())
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if hint is str:
+        return str(value)
+    if isinstance(value, hint) or (hint is float and isinstance(value, int)):
+        return hint(value)
+    try:
+        return hint(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it would be written in YAML, text in quotes."""
+    if isinstance(value, str):
+        return f"'{value}'"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,225 @@
+"""Keys that users of verl have and this version does not act on.
+
+A key at its "off" value is accepted, dropped and named in one notice; any other value is an error, never ignored.
+`load.py` applies the table before the schema sees the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from pellucid.config.convert import raise_all
+from pellucid.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Off = tuple[Any, ...] | Callable[[Any, "DictConfig"], bool]
+
+
+def _anything(value: Any, tree: DictConfig) -> bool:
+    return True
+
+
+def _not_enabled(value: Any, tree: DictConfig) -> bool:
+    """A block is off when it is null or its `enable` is false or unset."""
+    return value is None or (isinstance(value, dict) and value.get("enable") in (None, False))
+
+
+def _profiles_no_step(value: Any, tree: DictConfig) -> bool:
+    return value is None or (
+        isinstance(value, dict) and (value.get("steps") in (None, []) or value.get("tool") is None)
+    )
+
+
+def _no_reward_model(value: Any, tree: DictConfig) -> bool:
+    from omegaconf import OmegaConf
+
+    return value is None or OmegaConf.select(tree, "reward_model.enable") in (None, False)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """One pattern of dotted keys.
+
+    Attributes:
+        pattern: the key, with `*` for any text.
+        off: the accepted values, or a test of the value and the whole tree; empty refuses every value but null.
+        belongs: what the key belongs to, for the error text.
+    """
+
+    pattern: str
+    off: Off
+    belongs: str
+
+    def accepts(self, value: Any, tree: DictConfig) -> bool:
+        """Tell whether `value` means "off"."""
+        if callable(self.off):
+            return self.off(value, tree)
+        return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in (None, *self.off))
+
+    def error(self, key: str, value: Any) -> UserError:
+        """Return the error for a value that asks for what this version does not have."""
+        if callable(self.off):
+            remedy = "Remove it, or switch it off (enable: false)." if self.off is _not_enabled else "Remove it."
+        else:
+            off = next(iter(self.off), None)
+            remedy = f"Remove it or set it to {_yaml_word(off)}."
+        shown = "this section" if isinstance(value, dict) else f"the value {_yaml_word(value)}"
+        return UserError(key, f"{shown} belongs to {self.belongs}, which this version does not have.", remedy)
+
+
+def _yaml_word(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_ENGINES = "the vLLM and SGLang engines"
+_FSDP = "sharded training"
+_CORRECTION = "rollout correction"
+_CORRECTION_OFF: dict[str, tuple[Any, ...]] = {
+    "rollout_is": (False,),
+    "rollout_is_threshold": (),
+    "rollout_is_threshold_lower": (),
+    "rollout_is_level": ("token",),
+    "rollout_is_mode": ("truncate",),
+    "rollout_is_veto_threshold": (1e-4,),
+    "rollout_is_batch_normalize": (False,),
+    "rollout_rs": (),
+    "rollout_rs_threshold": (),
+    "rollout_rs_threshold_lower": (),
+    "bypass_mode": (False,),
+    "loss_type": ("ppo_clip",),
+    "rollout_correction_preset": ("disabled",),
+}
+
+DEFERRED: tuple[Deferred, ...] = (
+    Deferred("global_profiler", _profiles_no_step, "profiling"),
+    Deferred("*.profiler", _not_enabled, "profiling"),
+    Deferred("critic", (), "PPO with a critic"),
+    Deferred("trainer.critic_warmup", (0,), "PPO with a critic"),
+    Deferred("algorithm.gamma", (1.0,), "estimators that discount rewards"),
+    Deferred("algorithm.lam", (1.0,), "estimators that discount rewards"),
+    Deferred("algorithm.filter_groups", _not_enabled, "dynamic sampling"),
+    Deferred("algorithm.kl_ctrl.type", ("fixed",), "adaptive KL control"),
+    Deferred("algorithm.kl_ctrl.horizon", (10000,), "adaptive KL control"),
+    Deferred("algorithm.kl_ctrl.target_kl", (0.1,), "adaptive KL control"),
+    *(Deferred(f"algorithm.{key}", off, _CORRECTION) for key, off in _CORRECTION_OFF.items()),
+    *(Deferred(f"algorithm.rollout_correction.{key}", off, _CORRECTION) for key, off in _CORRECTION_OFF.items()),
+    Deferred("reward_model.enable", (False,), "reward models"),
+    Deferred("reward_model.launch_reward_fn_async", (False,), "asynchronous rewards"),
+    Deferred("reward_model.reward_manager", ("naive",), "reward managers"),
+    Deferred("reward_model.model", _no_reward_model, "reward models"),
+    Deferred("reward_model.micro_batch_size_per_gpu", _no_reward_model, "reward models"),
+    Deferred("trainer.balance_batch", _anything, "runs of several ranks"),
+    Deferred("actor_rollout_ref.hybrid_engine", (True,), "split placement"),
+    Deferred("actor_rollout_ref.model.lora_rank", (0,), "LoRA"),
+    Deferred("actor_rollout_ref.model.lora_alpha", _anything, "LoRA"),
+    Deferred("actor_rollout_ref.model.target_modules", _anything, "LoRA"),
+    Deferred("*.use_fused_kernels", (False,), "fused kernels"),
+    Deferred("*.freeze_vision_tower", (False,), "models that see images; this run's model is text-only"),
+    Deferred("*.policy_loss.clip_cov_ratio", (0.0002,), "the clip_cov loss"),
+    Deferred("*.policy_loss.clip_cov_lb", (1.0,), "the clip_cov loss"),
+    Deferred("*.policy_loss.clip_cov_ub", (5.0,), "the clip_cov loss"),
+    Deferred("*.policy_loss.kl_cov_ratio", (0.0002,), "the kl_cov loss"),
+    Deferred("*.policy_loss.ppo_kl_coef", (0.1,), "the kl_cov loss"),
+    Deferred("*.checkpoint.async_save", (False,), "asynchronous checkpoints"),
+    Deferred("*.fsdp_config.param_offload", (False,), _FSDP),
+    Deferred("*.fsdp_config.optimizer_offload", (False,), _FSDP),
+    Deferred("*.fsdp_config.offload_policy", (False,), _FSDP),
+    Deferred("*.fsdp_config.fsdp_size", (-1, 1), _FSDP),
+    Deferred("*.fsdp_config.reshard_after_forward", (True, False), _FSDP),
+    Deferred("*.fsdp_config.forward_prefetch", (True, False), _FSDP),
+    Deferred("*.fsdp_config.mixed_precision", (), _FSDP),
+    Deferred("*.megatron", (), "the Megatron engine"),
+    Deferred("*.ulysses_sequence_parallel_size", (1,), "sequence parallelism"),
+    Deferred("actor_rollout_ref.rollout.tensor_model_parallel_size", (1,), _ENGINES),
+    Deferred("actor_rollout_ref.rollout.mode", ("sync",), "the asynchronous schedule"),
+    Deferred("actor_rollout_ref.rollout.multi_turn", _not_enabled, "conversations of several turns"),
+    Deferred("actor_rollout_ref.rollout.agent", (), "agent loops"),
+    *(
+        Deferred(f"actor_rollout_ref.rollout.{key}", (), _ENGINES)
+        for key in (
+            "gpu_memory_utilization",
+            "enforce_eager",
+            "free_cache_engine",
+            "load_format",
+            "max_model_len",
+            "enable_chunked_prefill",
+            "disable_log_stats",
+            "engine_kwargs",
+            "layered_summon",
+        )
+    ),
+)
+
+
+def drop_deferred(user: DictConfig, merged: DictConfig, notices: list[str]) -> None:
+    """Take the table's keys out of `user`.
+
+    Args:
+        user: the keys the user set; changed in place.
+        merged: the same over the defaults, where interpolations resolve.
+        notices: one line that names the accepted keys is appended.
+
+    Raises:
+        UserError: a key asks for something that this version does not have (`ConfigError` for several).
+    """
+    from omegaconf import OmegaConf
+
+    errors: list[UserError] = []
+    dropped: list[str] = []
+    for key, entry in list(_matches(user, "")):
+        value = _resolved(merged, key)
+        if entry.accepts(value, merged):
+            dropped.append(key)
+            parent, _, leaf = key.rpartition(".")
+            del (OmegaConf.select(user, parent) if parent else user)[leaf]
+        else:
+            errors.append(entry.error(key, value))
+    raise_all(errors)
+    for parent in sorted({key.rpartition(".")[0] for key in dropped} - {""}, key=len, reverse=True):
+        _prune(user, parent)
+    if dropped:
+        notices.append("Accepted, but nothing in this version acts on (they are off): " + ", ".join(dropped))
+
+
+def _matches(node: DictConfig, prefix: str) -> Iterator[tuple[str, Deferred]]:
+    """Yield each key of the table that the tree holds, outermost first."""
+    from omegaconf import DictConfig
+
+    for name, child in node.items_ex(resolve=False):
+        key = f"{prefix}{name}"
+        entry = next((entry for entry in DEFERRED if fnmatchcase(key, entry.pattern)), None)
+        if entry is not None:
+            yield key, entry
+        elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
+            yield from _matches(child, f"{key}.")
+
+
+def _resolved(merged: DictConfig, key: str) -> Any:
+    """Return a resolved value; of a block only its switches, since links inside an off block may lead nowhere."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        value = OmegaConf.select(merged, key)
+    except OmegaConfBaseException as error:
+        raise UserError(key, f"its interpolation cannot be resolved ({str(error).splitlines()[0]}).") from error
+    if not isinstance(value, DictConfig):
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return {str(name): None for name in value} | {
+        name: OmegaConf.select(value, name) for name in ("enable", "steps", "tool") if name in value
+    }
+
+
+def _prune(user: DictConfig, key: str) -> None:
+    """Remove a section that became empty, and its parents while they are empty too."""
+    from omegaconf import OmegaConf
+
+    while key and OmegaConf.is_dict(node := OmegaConf.select(user, key)) and not node:
+        parent, _, leaf = key.rpartition(".")
+        del (OmegaConf.select(user, parent) if parent else user)[leaf]
+        key = parent

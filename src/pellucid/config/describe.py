@@ -1,0 +1,164 @@
+"""The schema as people read it: annotated YAML, the list of keys, and the Markdown reference.
+
+Everything is derived from the dataclasses and their field docstrings; `python -m pellucid.config.describe` rewrites the
+shipped files, and a test fails when they are stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_origin
+
+from pellucid.config.convert import defaults_tree, hints_of, type_text
+from pellucid.config.fields import default_of
+from pellucid.config.schema import RunConfig, SftConfig
+
+DEFAULTS = Path(__file__).parent / "defaults"
+_HEAD = """# Generated from the schema by `pellucid config show --annotated`; do not edit.
+# Each field has its comment above it, and one blank line separates fields.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema."""
+
+    name: str
+    """Full dotted name."""
+    type: str
+    default: str
+    """As YAML."""
+    doc: str
+    """The field's docstring on one line."""
+    is_section: bool
+
+
+@cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Return field name → docstring (one line) of a dataclass, inherited fields included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, follower in zip(body.body, body.body[1:]):
+            match statement, follower:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
+    return docs
+
+
+def keys(root: type, prefix: str = "") -> Iterator[Key]:
+    """Yield each key of the schema, a section before its fields."""
+    hints, docs = hints_of(root), field_docs(root)
+    for item in dataclasses.fields(root):
+        hint, name = hints[item.name], prefix + item.name
+        if dataclasses.is_dataclass(hint):
+            yield Key(name, "section", "", docs[item.name], True)
+            yield from keys(hint, f"{name}.")  # pyright: ignore[reportArgumentType]
+        else:
+            yield Key(name, type_text(hint), yaml_value(default_of(item)), docs[item.name], False)
+
+
+def annotated_yaml(root: type, values: dict[str, Any] | None = None) -> str:
+    """Return the whole tree as YAML with each field's docstring as the comment above it.
+
+    Args:
+        root: `RunConfig` or `SftConfig`.
+        values: a resolved tree; None shows the defaults with their links.
+    """
+    return _HEAD + "\n" + "\n\n".join(_fields(root, values or defaults_tree(root), 0)) + "\n"
+
+
+def _fields(cls: type, values: dict[str, Any], depth: int) -> Iterator[str]:
+    indent, hints, docs = "  " * depth, hints_of(cls), field_docs(cls)
+    for item in dataclasses.fields(cls):
+        hint, value = hints[item.name], values[item.name]
+        about = docs[item.name]
+        if not dataclasses.is_dataclass(hint) and (allowed := _choices(hint)):
+            about += f" Allowed: {allowed}."
+        comment = textwrap.fill(
+            about,
+            118 - len(indent),
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+            break_on_hyphens=False,
+        )
+        if dataclasses.is_dataclass(hint):
+            yield f"{comment}\n{indent}{item.name}:"
+            yield from _fields(hint, value, depth + 1)  # pyright: ignore[reportArgumentType]
+        else:
+            yield f"{comment}\n{indent}{item.name}: {yaml_value(value)}"
+
+
+def _choices(hint: Any) -> str:
+    """Return choices and ranges, which the value itself does not show; empty for plain types."""
+    text = type_text(hint)
+    return text if get_origin(hint) is not None and any(sign in text for sign in "|≥≤<>") else ""
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value as it is written in YAML on one line."""
+    import yaml
+
+    if isinstance(value, str) and (value == "???" or "${" in value):
+        return value
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+
+
+def markdown() -> str:
+    """Return the reference page of all keys."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "Generated from the schema in `src/pellucid/config/schema/`; do not edit. `pellucid config keys` prints it.",
+        "",
+        "`???` must be set. A default such as `${trainer.seed}` follows that key until it is set to a value; ",
+        "`null` follows it too.",
+    ]
+    for root, title in ((RunConfig, "`pellucid train` and `pellucid eval`"), (SftConfig, "`pellucid sft`")):
+        lines += ["", f"## {title}"]
+        for section in _sections(root):
+            lines += section
+    return "\n".join(lines) + "\n"
+
+
+def _sections(root: type) -> Iterator[list[str]]:
+    """Yield the Markdown lines of each section: a heading, and a table of the keys directly in it."""
+    entries = list(keys(root))
+    for section in (entry for entry in entries if entry.is_section):
+        inside = [key for key in entries if not key.is_section and key.name.rpartition(".")[0] == section.name]
+        rows = [(f"`{key.name}`", key.type, f"`{key.default}`", key.doc) for key in inside]
+        table = ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"] if rows else []
+        yield [
+            "",
+            f"### {section.name}",
+            "",
+            section.doc,
+            *table,
+            *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows),
+        ]
+
+
+def generated_files(docs: Path) -> dict[Path, str]:
+    """Return each generated file with the text it should have.
+
+    Args:
+        docs: the repository's documentation folder.
+    """
+    return {
+        DEFAULTS / "run.yaml": annotated_yaml(RunConfig),
+        DEFAULTS / "sft.yaml": annotated_yaml(SftConfig),
+        docs / "config.md": markdown(),
+    }
+
+
+if __name__ == "__main__":
+    for file, text in generated_files(Path("docs")).items():
+        file.write_text(text, encoding="utf-8")

@@ -1,0 +1,197 @@
+"""The one way in: a recipe and overrides become a checked dataclass, with everything resolved.
+
+compose (Hydra) → old spellings → keys of later work → unknown keys → resolve → types and ranges → cross-field rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pellucid.config.compose import compose_user_tree
+from pellucid.config.convert import convert, defaults_tree, flat_hints, hints_of, raise_all
+from pellucid.config.deferred import drop_deferred
+from pellucid.config.fields import link_of
+from pellucid.config.migrate import drop_old, drop_targets
+from pellucid.config.schema import RunConfig, SftConfig
+from pellucid.config.validate import validate
+from pellucid.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Root = TypeVar("Root", bound=RunConfig | SftConfig)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Root]):
+    """A loaded config."""
+
+    config: Root
+    """The checked config, everything resolved."""
+    yaml: str
+    """The resolved YAML; loading it again gives the same config."""
+    notices: list[str]
+    """Lines to print once before the run starts."""
+
+
+def load_config(source: str | Path | None, overrides: list[str], root: type[Root] = RunConfig) -> Loaded[Root]:
+    """Load a recipe.
+
+    Args:
+        source: path of the YAML recipe; None starts from the defaults.
+        overrides: command-line overrides in Hydra's grammar.
+        root: `RunConfig` or `SftConfig`.
+
+    Raises:
+        UserError: anything wrong with the recipe or the overrides, named by its full key (`ConfigError` for several).
+    """
+    notices: list[str] = []
+    config = convert(root, resolved_tree(source, overrides, root, notices), notices)
+    notices += validate(config)
+    return Loaded(config, to_yaml(config), notices)
+
+
+def to_yaml(config: Any) -> str:
+    """Return a config as YAML text."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def resolved_tree(source: str | Path | None, overrides: list[str], root: type, notices: list[str]) -> dict[str, Any]:
+    """Return the whole tree with interpolations resolved, types not yet checked.
+
+    Raises:
+        UserError: unreadable input, an old or later or unknown key, a link that leads nowhere, a key left at `???`.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    user = compose_user_tree(source, overrides)
+    drop_targets(user, notices)
+    drop_old(user, notices)
+    _drop_null_links(user, root)
+    defaults = OmegaConf.create(defaults_tree(root))
+    merged = OmegaConf.merge(defaults, user)
+    assert isinstance(merged, DictConfig)
+    drop_deferred(user, merged, notices)
+    raise_all(list(_unknown_keys(user, root)))
+    if root is RunConfig:
+        _default_micro_batching(merged, notices)
+    missing: list[str] = []
+    tree = _resolve(merged, root, "", missing)
+    if missing:
+        raise UserError(
+            ", ".join(missing),
+            "must be set (it is ???)." if len(missing) == 1 else "must be set (they are ???).",
+            f"Set it in the recipe or as an override: {missing[0]}=…",
+        )
+    return tree
+
+
+def _default_micro_batching(merged: DictConfig, notices: list[str]) -> None:
+    """Form micro-batches by tokens when nothing says how; no gradient depends on it."""
+    from omegaconf import OmegaConf
+
+    actor = OmegaConf.select(merged, "actor_rollout_ref.actor")
+    if actor.use_dynamic_bsz is False and actor.ppo_micro_batch_size_per_gpu is None:
+        actor.use_dynamic_bsz = True
+        notices.append(
+            "actor_rollout_ref.actor: no use_dynamic_bsz and no ppo_micro_batch_size_per_gpu is set, so "
+            "micro-batches are formed by tokens (use_dynamic_bsz: true); the gradient is the same."
+        )
+
+
+def _drop_null_links(user: DictConfig, cls: type) -> None:
+    """Remove nulls of keys that follow another key: null means "follow"."""
+    from omegaconf import DictConfig, OmegaConf
+
+    hints = hints_of(cls)
+    for item in dataclasses.fields(cls):
+        if (
+            item.name not in user
+            or OmegaConf.is_interpolation(user, item.name)
+            or OmegaConf.is_missing(user, item.name)
+        ):
+            continue
+        value = user[item.name]
+        if dataclasses.is_dataclass(hints[item.name]):
+            if isinstance(value, DictConfig):
+                _drop_null_links(value, hints[item.name])
+        elif value is None and link_of(item) is not None:
+            del user[item.name]
+
+
+def _unknown_keys(user: DictConfig, root: type) -> Any:
+    """Yield an error for each key that the schema does not have, and for values in the place of sections."""
+    from omegaconf import DictConfig, OmegaConf
+
+    known = flat_hints(root)
+
+    def walk(node: DictConfig, prefix: str) -> Any:
+        for name, child in node.items_ex(resolve=False):
+            key = f"{prefix}{name}"
+            if key not in known:
+                while isinstance(child, DictConfig) and not child._is_none() and len(child) == 1:
+                    [(inner, child)] = child.items_ex(resolve=False)
+                    key += f".{inner}"
+                yield UserError(key, "there is no such key.", _suggest(key, known))
+            elif not dataclasses.is_dataclass(known[key]) or (
+                OmegaConf.is_config(child) and OmegaConf.is_interpolation(child)
+            ):
+                continue
+            elif not isinstance(child, DictConfig) or child._is_none():
+                yield UserError(
+                    key,
+                    "this is a section of keys, not a value.",
+                    f"Set its keys, e.g. {key}.{next(iter(hints_of(known[key])))}.",
+                )
+            else:
+                yield from walk(child, f"{key}.")
+
+    return walk(user, "")
+
+
+def _suggest(key: str, known: dict[str, Any]) -> str:
+    """Name the key that was probably meant: the same end elsewhere, a like name in the section, or a like full key."""
+    parent, _, leaf = key.rpartition(".")
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    close = [siblings[word] for word in get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
+    elsewhere = [name for name in known if name.endswith(f".{key}") or name.rpartition(".")[2] == leaf]
+    others = [name for name in known if not key.startswith(f"{name}.")]
+    candidates = (
+        close or get_close_matches(key, elsewhere, n=1, cutoff=0.0) or get_close_matches(key, others, n=1, cutoff=0.6)
+    )
+    if candidates:
+        return f"Did you mean '{candidates[0]}'?"
+    return (
+        f"Keys{f' of {parent}' if parent else ''}: {', '.join(siblings)}." if siblings else "See: pellucid config keys"
+    )
+
+
+def _resolve(node: Any, cls: Any, prefix: str, missing: list[str]) -> dict[str, Any]:
+    """Return a section's values with links resolved; keys left at `???` are appended to `missing`."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    values: dict[str, Any] = {}
+    for name, hint in hints_of(cls).items():
+        key = prefix + name
+        try:
+            value = "???" if OmegaConf.is_missing(node, name) else node[name]
+            if dataclasses.is_dataclass(hint):
+                if not isinstance(value, DictConfig):
+                    raise UserError(key, "its interpolation gives a value, but this is a section of keys.")
+                values[name] = _resolve(value, hint, f"{key}.", missing)
+                continue
+            values[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            if "MissingMandatoryValue" not in str(error) and "Missing mandatory" not in str(error):
+                raise UserError(key, f"its interpolation cannot be resolved ({str(error).splitlines()[0]}).") from error
+            value = "???"
+        if isinstance(value, str) and value == "???":
+            missing.append(key)
+    return values

@@ -1,0 +1,240 @@
+"""Old spellings that users still have: one table for the error text of a run and for `pellucid config migrate`.
+
+Input is the tree a user wrote, unresolved; output is the new tree, or an error that shows the new YAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pellucid.config.convert import raise_all
+from pellucid.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+NO_PROFILING = "Profiling is not in this version: remove the key or set it to null."
+_ROLE_SECTION = {"actor_rollout_ref.critic": "critic", "actor_rollout_ref.rm": "reward_model"}
+
+
+@dataclass(frozen=True)
+class Old:
+    """One old key: the values that mean off, and what takes its place.
+
+    Attributes:
+        pattern: the dotted key, with `*` for any text.
+        off: values that need no replacement.
+        new: from the key's parent and value to the new dotted keys and values.
+        why: what a run says beside the new YAML.
+    """
+
+    pattern: str
+    off: Callable[[Any], bool]
+    new: Callable[[str, Any], dict[str, Any]]
+    why: str
+
+
+def _profiler(parent: str) -> str:
+    return f"{_ROLE_SECTION.get(parent, parent)}.profiler"
+
+
+def _correction_key(key: str) -> Old:
+    return Old(
+        f"algorithm.rollout_correction.{key}",
+        lambda value: False,
+        lambda parent, value: {f"algorithm.{key}": value},
+        "The keys of algorithm.rollout_correction are flat here, and rollout correction is not in this version.",
+    )
+
+
+def _tis(parent: str, value: Any) -> dict[str, Any]:
+    return {
+        "algorithm.rollout_is_threshold": value,
+        "algorithm.rollout_is": True,
+        "algorithm.rollout_is_level": "token",
+        "algorithm.rollout_is_mode": "truncate",
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+    }
+
+
+def _empty(value: Any) -> bool:
+    return value in (None, False, [])
+
+
+OLD: tuple[Old, ...] = (
+    Old(
+        "trainer.profile_steps",
+        _empty,
+        lambda parent, value: {"global_profiler.tool": "nsys", "global_profiler.steps": value},
+        NO_PROFILING,
+    ),
+    Old(
+        "*.profile_ranks",
+        _empty,
+        lambda parent, value: {f"{_profiler(parent)}.enable": True, f"{_profiler(parent)}.ranks": value},
+        NO_PROFILING,
+    ),
+    Old(
+        "*.profile_ranks_all",
+        _empty,
+        lambda parent, value: {f"{_profiler(parent)}.enable": True, f"{_profiler(parent)}.all_ranks": True},
+        NO_PROFILING,
+    ),
+    Old(
+        "*.profile_discrete",
+        _empty,
+        lambda parent, value: {f"{_profiler(parent)}.tool_config.nsys.discrete": True},
+        NO_PROFILING,
+    ),
+    Old(
+        "actor_rollout_ref.actor.tis_imp_ratio_cap",
+        lambda value: value is None or (isinstance(value, int | float) and value <= 0),
+        _tis,
+        "The key was removed, and rollout correction is not in this version: remove it.",
+    ),
+    Old(
+        "*.ppo_micro_batch_size",
+        lambda value: value is None,
+        lambda parent, value: {f"{parent}.ppo_micro_batch_size_per_gpu": value},
+        "The global micro-batch size is gone; the new key counts samples on one rank.",
+    ),
+    *map(
+        _correction_key,
+        (
+            "rollout_is",
+            "rollout_is_threshold",
+            "rollout_rs",
+            "rollout_rs_threshold",
+            "bypass_mode",
+            "loss_type",
+            "rollout_is_batch_normalize",
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """An old key in a user's tree, with what takes its place (empty when it is off)."""
+
+    key: str
+    value: Any
+    old: Old
+    new: dict[str, Any]
+
+
+def find_old(tree: DictConfig, prefix: str = "") -> Iterator[Found]:
+    """Yield each old key that `tree` holds, in file order."""
+    from omegaconf import DictConfig, OmegaConf
+
+    for name, child in tree.items_ex(resolve=False):
+        key = f"{prefix}{name}"
+        old = next((old for old in OLD if fnmatchcase(key, old.pattern)), None)
+        if old is not None:
+            value = OmegaConf.to_container(child) if OmegaConf.is_config(child) else child
+            yield Found(key, value, old, {} if old.off(value) else old.new(key.rpartition(".")[0], value))
+        elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
+            yield from find_old(child, f"{key}.")
+
+
+def drop_old(user: DictConfig, notices: list[str]) -> None:
+    """Take old keys that are off out of `user`; stop at any other.
+
+    Raises:
+        UserError: an old key is set; the text shows the YAML that takes its place (`ConfigError` for several).
+    """
+    found = [item for item in find_old(user) if not item.key.startswith("algorithm.rollout_correction.")]
+    raise_all(
+        [
+            UserError(item.key, "this spelling is replaced by\n" + _yaml(item.new), item.old.why)
+            for item in found
+            if item.new
+        ]
+    )
+    for item in found:
+        _delete(user, item.key)
+    if found:
+        notices.append("Old spellings that are off, dropped: " + ", ".join(item.key for item in found))
+
+
+def drop_targets(tree: DictConfig, notices: list[str]) -> None:
+    """Remove the `_target_` keys of Hydra's instantiation, with one notice."""
+    if count := _drop_targets(tree):
+        notices.append(f"Ignored {count} `_target_` key{'s' * (count > 1)}: classes are not chosen by name here.")
+
+
+def migrate(source: Path) -> tuple[str, list[str]]:
+    """Rewrite an old config.
+
+    Args:
+        source: the YAML file; comments are not kept.
+
+    Returns:
+        The new YAML text, and one line for each change.
+
+    Raises:
+        UserError: the file cannot be read, or roles disagree about discrete profiling.
+    """
+    from omegaconf import OmegaConf
+
+    from pellucid.config.compose import read_yaml
+
+    tree = read_yaml(source)
+    changes: list[str] = []
+    drop_targets(tree, changes)
+    found = list(find_old(tree))
+    discrete = {item.key: bool(item.value) for item in found if item.key.endswith("profile_discrete")}
+    on = [key for key, value in discrete.items() if value]
+    if on and len(on) < len(discrete) and any(not value for value in discrete.values()):
+        odd = next(key for key, value in discrete.items() if not value)
+        raise UserError(
+            odd,
+            f"is false while {', '.join(on)} is true; all roles must agree.",
+            "Set all of them alike, then migrate.",
+        )
+    for item in found:
+        _delete(tree, item.key)
+        for key, value in item.new.items():
+            OmegaConf.update(tree, key, value)
+        changes.append(
+            f"{item.key}: {item.value} → "
+            + (", ".join(f"{key}: {value}" for key, value in item.new.items()) or "removed (off)")
+        )
+    return OmegaConf.to_yaml(tree), changes
+
+
+def _drop_targets(node: Any) -> int:
+    from omegaconf import DictConfig, ListConfig
+
+    if isinstance(node, ListConfig) and not node._is_none() and not node._is_interpolation():
+        return sum(_drop_targets(child) for child in node._iter_ex(resolve=False))
+    if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
+        return 0
+    count = int(node.pop("_target_", None) is not None)
+    return count + sum(_drop_targets(child) for _, child in node.items_ex(resolve=False))
+
+
+def _delete(tree: DictConfig, key: str) -> None:
+    """Delete a key, and its parents while they become empty."""
+    from omegaconf import OmegaConf
+
+    while key:
+        parent, _, leaf = key.rpartition(".")
+        node = OmegaConf.select(tree, parent) if parent else tree
+        del node[leaf]
+        if node:
+            return
+        key = parent
+
+
+def _yaml(keys: dict[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.create()
+    for key, value in keys.items():
+        OmegaConf.update(tree, key, value)
+    return OmegaConf.to_yaml(tree)

@@ -1,0 +1,304 @@
+"""What a run is going to do, in numbers, before it starts: steps, batches, tokens, ranks and memory.
+
+Comes from a checked config, the number of prompts and the model's shape, which is read from its files without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pellucid.config.schema import RunConfig
+from pellucid.errors import UserError
+
+_WIDTHS = {"float32": 4, "bfloat16": 2}
+_LOGITS_CHUNK_BYTES = 48 * 2**20
+_BUILTIN = Path(__file__).parents[1] / "assets" / "builtin"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model's shape, as its files state it."""
+
+    num_parameters: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype: str
+    """Number format of the weights on disk."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Estimated bytes at the peak; activations are rough, the rest is arithmetic."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    logits_chunk: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        """Peak: generation and update never overlap, so the larger of cache and activations counts."""
+        fixed = self.weights + self.gradients + self.optimizer + self.reference
+        return fixed + max(self.kv_cache, self.activations + self.logits_chunk)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The run in numbers."""
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    samples_per_step: int
+    mini_batch_prompts: int
+    epochs_per_step: int
+    optimizer_steps_per_step: int
+    micro_batches_per_mini_batch: int
+    micro_batches_exact: bool
+    """False: an upper bound, reached when every sequence is as long as allowed."""
+    num_train_prompts: int
+    steps_per_epoch: int
+    total_steps: int
+    max_prompt_length: int
+    max_response_length: int
+    max_tokens_per_step: int
+    num_ranks: int
+    memory: Memory | None
+    """None when the model's files are not at hand."""
+    model: ModelFacts | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return label and sentence for each line of the printed plan."""
+        longest = self.max_prompt_length + self.max_response_length
+        mini_samples = self.mini_batch_prompts * self.samples_per_prompt
+        left_over = self.num_train_prompts - self.steps_per_epoch * self.prompts_per_step
+        passes = f" × {self.epochs_per_step} epochs" if self.epochs_per_step > 1 else ""
+        bound = "" if self.micro_batches_exact else "at most "
+        rows = [
+            (
+                "samples per step",
+                f"{self.prompts_per_step} prompts × {self.samples_per_prompt} samples = "
+                f"{self.samples_per_step} samples",
+            ),
+            (
+                "optimizer steps",
+                f"{self.prompts_per_step} prompts ÷ {self.mini_batch_prompts} per mini-batch{passes} = "
+                f"{self.optimizer_steps_per_step} per step",
+            ),
+            (
+                "micro-batches",
+                f"{mini_samples} samples per mini-batch in {bound}{self.micro_batches_per_mini_batch} micro-batches",
+            ),
+            (
+                "steps",
+                f"{self.num_train_prompts} prompts ÷ {self.prompts_per_step} = {self.steps_per_epoch} steps per epoch"
+                + (f" ({left_over} prompts left over in each)" if left_over else "")
+                + f"; {self.total_steps} steps in all",
+            ),
+            (
+                "tokens per step",
+                f"at most {self.samples_per_step} samples × ({self.max_prompt_length} prompt + "
+                f"{self.max_response_length} response) = {self.samples_per_step} × {longest} = "
+                f"{self.max_tokens_per_step:,} tokens",
+            ),
+            ("ranks", f"{self.num_ranks} process"),
+        ]
+        if self.model is not None:
+            rows.append(
+                (
+                    "model",
+                    f"{self.model.num_parameters:,} parameters, {self.model.num_layers} layers × "
+                    f"{self.model.hidden_size}, vocabulary {self.model.vocab_size:,}",
+                )
+            )
+        if self.memory is not None:
+            rows.append(("memory (estimate)", _memory_text(self.memory)))
+        return rows
+
+
+def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | None) -> Plan:
+    """Work out the plan.
+
+    Args:
+        config: a checked config.
+        num_train_prompts: prompts left after filtering.
+        model: its shape; None leaves the memory estimate out.
+
+    Raises:
+        UserError: the prompts do not fill one step.
+    """
+    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    prompts, mini = data.train_batch_size, actor.ppo_mini_batch_size
+    steps_per_epoch = num_train_prompts // prompts
+    if steps_per_epoch == 0:
+        raise UserError(
+            "data.train_batch_size",
+            f"{num_train_prompts} training prompts ÷ {prompts} per step = 0 steps.",
+            f"Set it to at most {num_train_prompts}, or give more training rows."
+            if num_train_prompts
+            else "Give training rows.",
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    mini_samples, exact = mini * rollout.n, not actor.use_dynamic_bsz
+    if exact:
+        assert actor.ppo_micro_batch_size_per_gpu is not None
+        micro_samples = min(actor.ppo_micro_batch_size_per_gpu, mini_samples)
+    else:
+        micro_samples = min(actor.ppo_max_token_len_per_gpu // longest, mini_samples)
+    memory = (
+        None
+        if model is None
+        else _estimate(
+            config,
+            model,
+            micro_tokens=min(
+                micro_samples * longest if exact else actor.ppo_max_token_len_per_gpu, mini_samples * longest
+            ),
+        )
+    )
+    return Plan(
+        prompts_per_step=prompts,
+        samples_per_prompt=rollout.n,
+        samples_per_step=prompts * rollout.n,
+        mini_batch_prompts=mini,
+        epochs_per_step=actor.ppo_epochs,
+        optimizer_steps_per_step=prompts // mini * actor.ppo_epochs,
+        micro_batches_per_mini_batch=math.ceil(mini_samples / micro_samples),
+        micro_batches_exact=exact,
+        num_train_prompts=num_train_prompts,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch,
+        max_prompt_length=data.max_prompt_length,
+        max_response_length=data.max_response_length,
+        max_tokens_per_step=prompts * rollout.n * longest,
+        num_ranks=config.trainer.n_gpus_per_node * config.trainer.nnodes,
+        memory=memory,
+        model=model,
+    )
+
+
+def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int) -> Memory:
+    """Estimate peak bytes; weights, gradients and AdamW's two moments are float32, the passes the model's dtype."""
+    policy, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    width = _WIDTHS[policy.dtype]
+    weights = 4 * model.num_parameters
+    # One layer keeps about ten hidden-sized and three MLP-sized tensors per token for its backward pass.
+    layer_bytes = width * (10 * model.hidden_size + 3 * model.intermediate_size)
+    kept_bytes = width * model.hidden_size * model.num_layers + layer_bytes
+    per_token = kept_bytes if policy.enable_gradient_checkpointing else layer_bytes * model.num_layers
+    sequences = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n)
+    cached_tokens = sequences * (rollout.prompt_length + rollout.response_length)
+    needs_reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return Memory(
+        weights=weights,
+        gradients=weights,
+        optimizer=2 * weights,
+        reference=weights if needs_reference else 0,
+        activations=micro_tokens * per_token,
+        logits_chunk=min(_LOGITS_CHUNK_BYTES, 4 * micro_tokens * model.vocab_size),
+        kv_cache=cached_tokens * 2 * model.num_layers * model.num_kv_heads * model.head_dim * width,
+    )
+
+
+def _memory_text(memory: Memory) -> str:
+    reference = f" + reference {_size(memory.reference)}" if memory.reference else ""
+    return (
+        f"about {_size(memory.total)} = weights {_size(memory.weights)} + gradients {_size(memory.gradients)} + "
+        f"AdamW {_size(memory.optimizer)}{reference} + the larger of (activations {_size(memory.activations)} + logits "
+        f"chunk {_size(memory.logits_chunk)}) and KV cache {_size(memory.kv_cache)}"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def read_model_facts(path: str) -> ModelFacts | None:
+    """Read a model's shape from its folder; `builtin` is the shipped one.
+
+    Returns:
+        None when `path` is not a local folder with safetensors weights (a hub id that was not downloaded).
+
+    Raises:
+        UserError: a config or weights file cannot be read.
+    """
+    folder = _BUILTIN if path == "builtin" else Path(path)
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        return None
+    weights = _weight_files(folder)
+    if not weights:
+        return None
+    facts = _read_json(config_file)
+    headers = [_read_header(file) for file in weights]
+    tensors = {name: entry for header in headers for name, entry in header.items() if name != "__metadata__"}
+    try:
+        heads, hidden = facts["num_attention_heads"], facts["hidden_size"]
+        return ModelFacts(
+            num_parameters=sum(math.prod(entry["shape"]) for entry in tensors.values()),
+            hidden_size=hidden,
+            intermediate_size=facts["intermediate_size"],
+            num_layers=facts["num_hidden_layers"],
+            num_kv_heads=facts.get("num_key_value_heads") or heads,
+            head_dim=facts.get("head_dim") or hidden // heads,
+            vocab_size=facts["vocab_size"],
+            dtype=_dtype_of(tensors),
+        )
+    except KeyError:
+        return None
+
+
+def _dtype_of(tensors: dict[str, Any]) -> str:
+    """Return the number format of the largest tensor, spelled as in the config."""
+    largest: str = max(tensors.values(), key=lambda entry: math.prod(entry["shape"]))["dtype"]
+    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(largest, largest)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    return [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(str(file), f"this file is not valid JSON ({error}).", "Fetch the model again.") from error
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """Return a safetensors file's JSON header: eight bytes of little-endian length, then that many bytes of JSON."""
+    if not file.is_file():
+        raise UserError(str(file), "this weights file is missing.", "Fetch the model again.")
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(length) if 0 < length <= file.stat().st_size - 8 else b""
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise UserError(str(file), "this is not a whole safetensors file.", "Fetch the model again.") from error
+    data_bytes = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    if (actual := file.stat().st_size) != 8 + length + data_bytes:
+        raise UserError(
+            str(file),
+            f"has {actual} bytes where its header promises {8 + length + data_bytes}: it is cut off or altered.",
+            "Fetch the model again.",
+        )
+    return header

@@ -1,0 +1,128 @@
+"""Sections `actor_rollout_ref.actor` and `.ref`: how the policy is updated, and the frozen model it is compared to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pellucid.config.fields import MISSING, Length, Range, Refused, link
+
+Positive = Annotated[int, Range(ge=1)]
+Fraction = Annotated[float, Range(ge=0, le=1)]
+KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
+LaterLoss = Refused(
+    ("gspo", "sapo", "gpg", "clip_cov", "clip-cov", "kl_cov", "kl-cov", "geo_mean", "geo-mean", "cispo", "dro"),
+    "Set it to vanilla, the clipped PPO loss; this version has no other.",
+)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: Annotated[float, Range(ge=0)] = 1e-6
+    """Peak learning rate; 0 runs everything and changes no weight."""
+    lr_warmup_steps: int | None = -1
+    """Optimizer steps over which the learning rate rises from 0; negative, 0 or null defer to the ratio."""
+    lr_warmup_steps_ratio: Fraction = 0.0
+    """Warm-up as a fraction of all optimizer steps, used when `lr_warmup_steps` is not positive."""
+    total_training_steps: int = -1
+    """Optimizer steps over which the schedule is laid out; -1 is filled in from the run's own length."""
+    weight_decay: Annotated[float, Range(ge=0)] = 0.01
+    """Decoupled weight decay of AdamW."""
+    betas: Annotated[list[Annotated[float, Range(ge=0, lt=1)]], Length(2)] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay rates of AdamW's running mean of the gradient and of its square."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the learning rate after warm-up: it stays, or falls along a cosine or a line to `min_lr_ratio`."""
+    min_lr_ratio: Fraction = 0.0
+    """Lowest learning rate of cosine and linear, as a fraction of `lr`."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What a checkpoint holds."""
+
+    save_contents: list[CheckpointPart] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Parts that are written: weights, optimizer state, the rest of the run's state (`extra`: schedule, data position,
+    random state), and `hf_model`, a folder that transformers loads."""
+    load_contents: list[CheckpointPart] = field(
+        default_factory=lambda: ["model", "optimizer", "extra"], metadata=link("${.save_contents}")
+    )
+    """Parts that are read on resume; null follows `save_contents`."""
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Which policy loss is minimised."""
+
+    loss_mode: Annotated[Literal["vanilla"], LaterLoss] = "vanilla"
+    """Form of the loss: vanilla is PPO's clipped ratio times advantage, with a dual clip."""
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """The policy update."""
+
+    strategy: Annotated[Literal["fsdp2"], Refused(("fsdp", "megatron"), "Set it to fsdp2.")] = MISSING
+    """Training engine that holds the policy; fsdp2 is the one of this version. It must be set."""
+    ppo_mini_batch_size: Positive = 256
+    """Prompts per optimizer step; with `rollout.n` samples each, a mini-batch has prompts × n samples."""
+    ppo_micro_batch_size_per_gpu: Positive | None = None
+    """Samples in one forward and backward pass; it changes memory and speed, never the gradient. When this is null and
+    `use_dynamic_bsz` is false, micro-batches are formed by tokens."""
+    use_dynamic_bsz: bool = False
+    """Form micro-batches by tokens (`ppo_max_token_len_per_gpu`) rather than by a fixed number of samples."""
+    ppo_max_token_len_per_gpu: Positive = 16384
+    """Most tokens in one micro-batch when `use_dynamic_bsz` is true; at least the longest prompt plus response."""
+    clip_ratio: Annotated[float, Range(gt=0)] = 0.2
+    """PPO clip range ε: a probability ratio beyond 1 ± ε gives no further gradient."""
+    clip_ratio_low: Annotated[float, Range(gt=0, le=1)] = field(default=0.2, metadata=link("${.clip_ratio}"))
+    """Clip range below 1; null follows `clip_ratio`."""
+    clip_ratio_high: Annotated[float, Range(gt=0)] = field(default=0.2, metadata=link("${.clip_ratio}"))
+    """Clip range above 1; null follows `clip_ratio`."""
+    clip_ratio_c: Annotated[float, Range(gt=1)] = 3.0
+    """Dual clip: for negative advantages the loss stops growing once the ratio exceeds this."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How per-token losses become one number, always over the whole mini-batch."""
+    loss_scale_factor: Annotated[float, Range(gt=0)] | None = None
+    """Divisor of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
+    entropy_coeff: Annotated[float, Range()] = 0.0
+    """Weight of the entropy bonus in the loss."""
+    use_kl_loss: bool = False
+    """Add the KL divergence to the frozen reference model to the loss."""
+    kl_loss_coef: Annotated[float, Range(ge=0)] = 0.001
+    """Weight of that KL term."""
+    kl_loss_type: KlType = "low_var_kl"
+    """Estimator of that KL term: kl = k1, mse = k2, low_var_kl = k3."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """The form of the policy loss."""
+    ppo_epochs: Positive = 1
+    """Passes over each step's samples."""
+    shuffle: bool = False
+    """Shuffle the prompts into new mini-batches for each of the `ppo_epochs`."""
+    grad_clip: Annotated[float, Range(gt=0)] = 1.0
+    """Largest global gradient norm; a longer gradient is scaled down to it."""
+    use_torch_compile: bool = True
+    """Compile the model where that pays; it is left off, with one line of notice, on CPU and for tiny models."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What a checkpoint holds."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer and its schedule."""
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """Log-probabilities under the frozen reference model, used with a KL term."""
+
+    log_prob_micro_batch_size_per_gpu: Positive | None = field(
+        default=None, metadata=link("${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}")
+    )
+    """Samples in one forward pass; null follows the actor."""
+    log_prob_use_dynamic_bsz: bool = field(default=False, metadata=link("${actor_rollout_ref.actor.use_dynamic_bsz}"))
+    """Form the forward passes by tokens; null follows the actor."""
+    log_prob_max_token_len_per_gpu: Positive = field(
+        default=16384, metadata=link("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    )
+    """Most tokens in one forward pass; null follows the actor."""

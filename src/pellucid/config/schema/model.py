@@ -1,0 +1,42 @@
+"""Section `actor_rollout_ref.model`: which language model is trained and how it is held in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pellucid.config.fields import MISSING, Alias
+
+Dtype = Annotated[Literal["float32", "bfloat16"], Alias("fp32", "float32"), Alias("bf16", "bfloat16")]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy's weights, tokenizer and number format."""
+
+    path: str | None = MISSING
+    """The model: `builtin` for the small one shipped in the package, a Hugging Face model folder, or a hub id."""
+    tokenizer_path: str | None = None
+    """Folder or hub id of the tokenizer; null takes it from `path`."""
+    dtype: Dtype = "float32"
+    """Number format the model computes in; the trained weights themselves stay float32, so that small updates are not
+    rounded away."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's own Hugging Face config to replace, e.g. `{attention_dropout: 0.0}`."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations during the backward pass: less memory, about a third more arithmetic."""
+    use_remove_padding: bool = True
+    """Pack sequences end to end so that no arithmetic is spent on padding."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder; only for sources you trust."""
+
+
+@dataclass(frozen=True)
+class SftModelConfig(ModelConfig):
+    """The model to fine-tune, or the shape of a fresh one."""
+
+    path: str | None = None
+    """The model to start from: `builtin`, a Hugging Face model folder, or a hub id; null starts from `init_config`."""
+    init_config: dict[str, Any] | None = None
+    """Fields of a Hugging Face config, `model_type` among them, for a randomly initialised model; needs
+    `tokenizer_path`."""

@@ -1,0 +1,72 @@
+"""Section `actor_rollout_ref.rollout`: how responses are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pellucid.config.fields import Alias, Range, Refused, link
+from pellucid.config.schema.model import Dtype
+
+Positive = Annotated[int, Range(ge=1)]
+Temperature = Annotated[float, Range(ge=0)]
+TopP = Annotated[float, Range(gt=0, le=1)]
+TopK = Annotated[int, Alias(0, -1), Range(ge=-1)]
+
+
+@dataclass(frozen=True)
+class ValSamplingConfig:
+    """Sampling during validation."""
+
+    do_sample: bool = False
+    """Sample; false decodes greedily."""
+    temperature: Temperature = 1.0
+    """Divisor of the logits when sampling."""
+    top_p: TopP = 1.0
+    """Sample from the smallest set of tokens that holds this much probability."""
+    top_k: TopK = -1
+    """Sample from the k most likely tokens; -1 means all."""
+    n: Positive = 1
+    """Responses per validation prompt."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The engine that samples responses, and its limits."""
+
+    name: Annotated[
+        Literal["native"],
+        Alias("hf", "native", "'hf' is the native engine here: it runs in the process, on the actor's own weights."),
+        Refused(("vllm", "sglang"), "Set it to native, the engine of this version."),
+    ] = "native"
+    """Rollout engine; native runs in the process, on the actor's own weights."""
+    n: Positive = 1
+    """Responses sampled per prompt; they form the group whose rewards are compared."""
+    temperature: Temperature = 1.0
+    """Divisor of the logits: below 1 sharper, above 1 more random. Log-probabilities are of the scaled distribution."""
+    top_p: TopP = 1.0
+    """Sample from the smallest set of tokens that holds this much probability; 1 means all."""
+    top_k: TopK = -1
+    """Sample from the k most likely tokens; -1 means all."""
+    do_sample: bool = True
+    """Sample; false decodes greedily."""
+    ignore_eos: bool = False
+    """Go on after the end-of-text token until the length limit; for benchmarks."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response when they appear."""
+    prompt_length: Positive = field(default=512, metadata=link("${data.max_prompt_length}"))
+    """Longest prompt the engine makes room for; null follows `data.max_prompt_length`."""
+    response_length: Positive = field(default=512, metadata=link("${data.max_response_length}"))
+    """Longest response in tokens; null follows `data.max_response_length`."""
+    calculate_log_probs: bool = True
+    """Keep the log-probability of each sampled token, which measures the gap between sampling and training."""
+    dtype: Dtype = field(default="float32", metadata=link("${actor_rollout_ref.model.dtype}"))
+    """Number format of generation; the native engine shares the actor's weights, so it equals the model's."""
+    max_num_seqs: Positive = 256
+    """Most sequences decoded at once; the others wait and enter as sequences finish."""
+    max_num_batched_tokens: Positive = 8192
+    """Most prompt tokens read in one forward pass."""
+    seed: int = field(default=0, metadata=link("${trainer.seed}"))
+    """Seed of the sampling noise; null follows `trainer.seed`."""
+    val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    """Sampling during validation."""

@@ -1,0 +1,71 @@
+"""The two roots: `RunConfig` of `pellucid train` and `eval`, `SftConfig` of `pellucid sft`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pellucid.config.fields import Range
+from pellucid.config.schema.actor import ActorConfig, OptimConfig, RefConfig
+from pellucid.config.schema.algorithm import AlgorithmConfig
+from pellucid.config.schema.data import DataConfig, SftDataConfig
+from pellucid.config.schema.model import ModelConfig, SftModelConfig
+from pellucid.config.schema.reward_model import RewardConfig
+from pellucid.config.schema.rollout import RolloutConfig
+from pellucid.config.schema.trainer import SftTrainerConfig, TrainerConfig
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    """The policy in its three parts: trained, sampled from, and kept frozen."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The language model."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The policy update."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The frozen reference model, loaded only when a KL term needs it."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """The sampling of responses."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Reinforcement learning and evaluation."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """The prompts."""
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    """The policy: model, update, reference and sampling."""
+    reward_model: RewardConfig = field(default_factory=RewardConfig)
+    """The reward."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """From rewards to advantages."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The run."""
+
+
+@dataclass(frozen=True)
+class SftEngineConfig:
+    """Limits of one optimizer step."""
+
+    max_token_len_per_gpu: Annotated[int, Range(ge=1)] = 16384
+    """Most tokens in one forward and backward pass; at least `data.max_length`."""
+    grad_clip: Annotated[float, Range(gt=0)] = 1.0
+    """Largest global gradient norm; a longer gradient is scaled down to it."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised fine-tuning."""
+
+    data: SftDataConfig = field(default_factory=SftDataConfig)
+    """The rows."""
+    model: SftModelConfig = field(default_factory=SftModelConfig)
+    """The model."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer and its schedule."""
+    engine: SftEngineConfig = field(default_factory=SftEngineConfig)
+    """Limits of one optimizer step."""
+    trainer: SftTrainerConfig = field(default_factory=SftTrainerConfig)
+    """The run."""

@@ -1,0 +1,75 @@
+"""Section `trainer`: how long a run is, where it runs, what it logs and what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pellucid.config.fields import Range, Refused, link
+
+Positive = Annotated[int, Range(ge=1)]
+Frequency = Annotated[int, Range(ge=-1)]
+TrackerName = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
+
+
+@dataclass(frozen=True)
+class BaseTrainerConfig:
+    """What reinforcement learning and supervised fine-tuning both have."""
+
+    total_epochs: Positive = 1
+    """Passes over the training rows."""
+    total_training_steps: Positive | None = None
+    """Steps of the run; null derives them from `total_epochs`."""
+    project_name: str = "pellucid"
+    """First part of the run's folder, and the project name in trackers."""
+    experiment_name: str = "run"
+    """Second part of the run's folder, and the run's name in trackers."""
+    logger: list[TrackerName] = field(default_factory=lambda: ["console", "tensorboard"])
+    """Where metrics go; `metrics.jsonl` in the run's folder is always written."""
+    default_local_dir: str = field(
+        default="outputs/pellucid/run", metadata=link("outputs/${trainer.project_name}/${trainer.experiment_name}")
+    )
+    """The run's folder: resolved config, metrics, rollouts and checkpoints."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Where tensors live; auto takes cuda, then npu, then cpu."""
+    save_freq: Frequency = -1
+    """Steps between checkpoints; -1 or 0 saves only at the end."""
+    test_freq: Frequency = -1
+    """Steps between validations; -1 or 0 validates only at the end, when there are validation rows."""
+    seed: int = 0
+    """The run's seed; every random stream is derived from it."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig(BaseTrainerConfig):
+    """The reinforcement-learning run."""
+
+    n_gpus_per_node: Positive = 1
+    """Training processes on one machine; 1 in this version."""
+    nnodes: Positive = 1
+    """Machines; 1 in this version."""
+    placement: Annotated[Literal["local"], Refused(("ray",), "Set it to local: all runs in one process.")] = "local"
+    """Where the roles run; local keeps them in one process."""
+    val_before_train: bool = True
+    """Validate before the first step, so that the curve has a starting point."""
+    val_only: bool = False
+    """Validate once and stop, without training."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """Where a run starts: auto from the newest checkpoint of its folder, disable from the beginning, resume_path from
+    `resume_from_path`."""
+    resume_from_path: str | None = None
+    """Checkpoint folder (`…/global_step_N`) to resume from; goes with `resume_mode: resume_path`."""
+    max_actor_ckpt_to_keep: Positive | None = None
+    """Newest checkpoints to keep; null keeps all."""
+    dump_rollouts: bool = True
+    """Write each step's prompts, responses, rewards and log-probabilities to the run's folder."""
+
+
+@dataclass(frozen=True)
+class SftTrainerConfig(BaseTrainerConfig):
+    """The supervised fine-tuning run."""
+
+    resume_mode: Literal["auto", "disable"] = "auto"
+    """Where a run starts: auto from the newest checkpoint of its folder, disable from the beginning."""
+    max_ckpt_to_keep: Positive | None = None
+    """Newest checkpoints to keep; null keeps all."""

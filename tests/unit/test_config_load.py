@@ -1,0 +1,336 @@
+"""Loading: composition, links, types, unknown keys, notices; what loads is what the resolved YAML loads again."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pellucid.config import ConfigError, RunConfig, SftConfig, load_config
+from pellucid.config.convert import flat_hints
+from pellucid.errors import UserError
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+RECIPE = """
+data:
+  train_files: task:arithmetic
+  train_batch_size: 8
+actor_rollout_ref:
+  model: {path: builtin}
+  actor: {strategy: fsdp2, ppo_mini_batch_size: 4, use_dynamic_bsz: true}
+  rollout: {n: 4}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def error_of(source, *overrides, root=RunConfig) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(source, list(overrides), root)
+    return str(caught.value)
+
+
+def test_a_recipe_loads_typed_and_without_notices(recipe):
+    loaded = load_config(recipe, ["actor_rollout_ref.actor.optim.lr=1e-5", "trainer.experiment_name=42"])
+    assert loaded.notices == []
+    assert loaded.config.actor_rollout_ref.actor.optim.lr == 1e-5
+    assert loaded.config.trainer.experiment_name == "42"
+    assert loaded.config.trainer.default_local_dir == "outputs/pellucid/42"
+    assert isinstance(loaded.config.actor_rollout_ref.actor.entropy_coeff, float)
+
+
+def test_links_follow_their_target_until_set_and_null_follows(recipe):
+    config = load_config(
+        recipe,
+        [
+            "data.max_response_length=32",
+            "trainer.seed=7",
+            "data.seed=null",
+            "actor_rollout_ref.actor.clip_ratio=0.3",
+            "actor_rollout_ref.actor.clip_ratio_high=0.4",
+            "actor_rollout_ref.actor.clip_ratio_low=null",
+        ],
+    ).config
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (rollout.response_length, rollout.seed, config.data.seed) == (32, 7, 7)
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.3, 0.4)
+    assert config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz is True
+    assert actor.checkpoint.load_contents == ["model", "optimizer", "extra"]
+
+
+def test_schema_defaults_agree_with_what_their_links_give(recipe):
+    """Objects built in code and configs loaded from files start from the same values."""
+    loaded = load_config(recipe, []).config
+    plain = RunConfig()
+    assert loaded.actor_rollout_ref.rollout.prompt_length == plain.actor_rollout_ref.rollout.prompt_length
+    assert loaded.actor_rollout_ref.actor.checkpoint == plain.actor_rollout_ref.actor.checkpoint
+    assert loaded.trainer == plain.trainer
+    assert loaded.data.seed == plain.data.seed
+    assert loaded.actor_rollout_ref.actor.clip_ratio_low == plain.actor_rollout_ref.actor.clip_ratio_low
+
+
+def test_aliases_are_resolved_everywhere(recipe):
+    loaded = load_config(recipe, ["actor_rollout_ref.model.dtype=bf16", "actor_rollout_ref.rollout.name=hf"])
+    assert loaded.config.actor_rollout_ref.rollout.dtype == "bfloat16"
+    assert loaded.config.actor_rollout_ref.rollout.name == "native"
+    assert "'hf' is the native engine" in loaded.notices[0]
+
+
+def test_override_grammar(recipe):
+    config = load_config(
+        recipe,
+        [
+            "+trainer.seed=3",
+            "++data.shuffle=false",
+            "actor_rollout_ref.rollout.stop=['a','b']",
+            "~data.train_batch_size",
+            "data.val_files=[task:arithmetic,x.jsonl]",
+            "data.train_files=task:arithmetic?level=2&size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+            "+actor_rollout_ref.model.override_config.attention_dropout=0.5",
+        ],
+    ).config
+    assert (config.trainer.seed, config.data.shuffle, config.data.train_batch_size) == (3, False, 256)
+    assert config.actor_rollout_ref.rollout.stop == ["a", "b"]
+    assert config.data.val_files == ["task:arithmetic", "x.jsonl"]
+    assert config.data.train_files == "task:arithmetic?level=2&size=4"
+    assert config.actor_rollout_ref.model.override_config == {"attention_dropout": 0.5}
+
+
+def test_interpolation_and_environment(recipe, monkeypatch):
+    monkeypatch.setenv("NUM_PROMPTS", "16")
+    config = load_config(
+        recipe,
+        [
+            "data.train_batch_size=${oc.env:NUM_PROMPTS}",
+            "data.val_batch_size=${data.train_batch_size}",
+            "trainer.max_actor_ckpt_to_keep=${oc.select:nowhere.at.all,3}",
+        ],
+    ).config
+    assert (config.data.train_batch_size, config.data.val_batch_size) == (16, 16)
+    assert config.trainer.max_actor_ckpt_to_keep == 3
+    assert "NOT_THERE" in error_of(recipe, "trainer.project_name=${oc.env:NOT_THERE}")
+
+
+@pytest.mark.parametrize("old_switch", ["", "      ppo_micro_batch_size_per_gpu: 2\n"])
+def test_the_seed_actor_yaml_loads_through_a_defaults_list(tmp_path, old_switch):
+    (tmp_path / "dp_actor.yaml").write_text((FIXTURES / "seed_actor.yaml").read_text())
+    recipe = tmp_path / "ppo.yaml"
+    recipe.write_text(
+        "defaults:\n  - dp_actor@actor_rollout_ref.actor\n  - _self_\n"
+        "data: {train_files: x.jsonl}\nactor_rollout_ref:\n  model: {path: m}\n  rollout: {n: 8}\n"
+        f"  actor:\n      strategy: fsdp2\n{old_switch}"
+    )
+    loaded = load_config(recipe, [])
+    actor = loaded.config.actor_rollout_ref.actor
+    assert actor.use_dynamic_bsz is (old_switch == "")
+    assert (actor.ppo_mini_batch_size, actor.optim.lr, actor.entropy_coeff) == (256, 1e-6, 0.0)
+    assert "Ignored 8 `_target_` keys" in loaded.notices[0]
+    off = next(line for line in loaded.notices if line.startswith("Accepted"))
+    for key in ("actor.profiler", "policy_loss.clip_cov_lb", "freeze_vision_tower", "use_fused_kernels", "async_save"):
+        assert key in off
+    assert "actor_rollout_ref.actor.strategy: must be set" in error_of(recipe, "actor_rollout_ref.actor.strategy=???")
+
+
+def test_the_seed_actor_yaml_as_a_config_group(tmp_path):
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "dp_actor.yaml").write_text((FIXTURES / "seed_actor.yaml").read_text())
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "defaults: [actor@actor_rollout_ref.actor: dp_actor, _self_]\n"
+        "data: {train_files: x.jsonl}\nactor_rollout_ref: {model: {path: m}, rollout: {n: 8}}\n"
+    )
+    assert (
+        load_config(recipe, ["actor_rollout_ref.actor.strategy=fsdp2"]).config.actor_rollout_ref.actor.clip_ratio == 0.2
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "meant"),
+    [
+        ("data.train_batchsize=3", "data.train_batchsize", "data.train_batch_size"),
+        (
+            "actor_rollout_ref.actr.clip_ratio=3",
+            "actor_rollout_ref.actr.clip_ratio",
+            "actor_rollout_ref.actor.clip_ratio",
+        ),
+        ("actor.clip_ratio=3", "actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
+        ("+train_batch_size=3", "train_batch_size", "data.train_batch_size"),
+        ("trainer.lr=3", "trainer.lr", "actor_rollout_ref.actor.optim.lr"),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.topp=1",
+            "actor_rollout_ref.rollout.val_kwargs.topp",
+            "actor_rollout_ref.rollout.val_kwargs.top_p",
+        ),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(recipe, override, key, meant):
+    text = error_of(recipe, override)
+    assert text == f"{key}: there is no such key. Did you mean '{meant}'?"
+    parts = override.lstrip("+").partition("=")[0].split(".")
+    lines = "".join("  " * depth + f"{part}:\n" for depth, part in enumerate(parts[:-1]))
+    recipe.write_text(f"{lines}{'  ' * (len(parts) - 1)}{parts[-1]}: 3\n")
+    assert error_of(recipe) == text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.train_batch_size=0", ["data.train_batch_size", "0", "int ≥ 1"]),
+        ("data.train_batch_size=many", ["'many'", "int ≥ 1"]),
+        ("data.train_batch_size=1.5", ["1.5", "int ≥ 1"]),
+        ("data.train_batch_size=true", ["true", "int ≥ 1"]),
+        ("data.val_batch_size=-1", ["-1", "int ≥ 1 or null"]),
+        ("data.shuffle=maybe", ["'maybe'", "true | false"]),
+        ("data.train_batch_size=null", ["null is not allowed"]),
+        ("actor_rollout_ref.actor.grad_clip=inf", ["inf", "> 0"]),
+        ("actor_rollout_ref.actor.entropy_coeff=nan", ["nan"]),
+        ("actor_rollout_ref.actor.clip_ratio_c=1.0", ["> 1"]),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", ["with 2 entries"]),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", ["betas[1]", "< 1"]),
+        ("actor_rollout_ref.actor.loss_agg_mode=tokenmean", ["token-mean | token-sum", "Did you mean 'token-mean'?"]),
+        ("actor_rollout_ref.actor.strategy=megatron", ["'megatron' is not in this version", "fsdp2"]),
+        ("actor_rollout_ref.rollout.name=vllm", ["'vllm' is not in this version", "native"]),
+        ("algorithm.adv_estimator=gae", ["'gae' is not in this version", "grpo"]),
+        ("trainer.placement=ray", ["'ray' is not in this version", "local"]),
+        ("trainer.logger=[consle]", ["trainer.logger[0]", "Did you mean 'console'?"]),
+        ("trainer.logger=console", ["trainer.logger", "list of"]),
+        ("trainer=5", ["trainer: this is a section"]),
+        ("trainer=null", ["trainer: this is a section"]),
+        ("data.train_files={a: 1}", ["data.train_files"]),
+        ("trainer.seed=1,2", ["[a,b]"]),
+        ("just words", ["just words", "key=value"]),
+        ("~data.nothing", ["data.nothing"]),
+    ],
+)
+def test_a_wrong_value_says_what_is_allowed(recipe, override, words):
+    text = error_of(recipe, override)
+    for word in words:
+        assert word in text
+
+
+def test_several_mistakes_come_together_and_at_most_five_are_shown(recipe):
+    text = error_of(recipe, *(f"data.bad{index}=1" for index in range(7)))
+    assert text.startswith("7 mistakes in the config") and text.count("there is no such key") == 5
+    assert "2 more" in text
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, ["data.train_batch_size=x", "trainer.seed=y"])
+    assert [error.field for error in caught.value.errors] == ["data.train_batch_size", "trainer.seed"]
+
+
+def test_missing_keys_are_all_listed():
+    text = error_of(None)
+    assert text.startswith(
+        "data.train_files, actor_rollout_ref.model.path, actor_rollout_ref.actor.strategy: must be set"
+    )
+
+
+def test_a_link_to_a_missing_key_is_a_missing_key(recipe):
+    assert "data.train_files" in error_of(recipe, "data.train_files=???", "data.val_files=${data.train_files}")
+
+
+def test_files_that_cannot_be_read(tmp_path, recipe):
+    assert "Did you mean" in error_of(tmp_path / "recipes.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("data:\n  train_files: [a\ntrainer: 3\n")
+    assert f"{broken}:3: YAML syntax error" in error_of(broken)
+    broken.write_text("data: {shuffle: true}\ndata: {shuffle: false}\n")
+    assert "duplicate" in error_of(broken)
+    broken.write_text("- a\n")
+    assert "mapping" in error_of(broken)
+    broken.write_text("hello\n")
+    assert "hello: there is no such key" in error_of(broken)
+    broken.write_bytes(b"\xff\xfe\x00")
+    assert str(broken) in error_of(broken)
+    (tmp_path / "part.yaml").write_text("a: [\n")
+    recipe.write_text("defaults: [part@data, _self_]\n")
+    assert "part.yaml:2" in error_of(recipe)
+    recipe.write_text("defaults: [nowhere, _self_]\n")
+    assert "nowhere" in error_of(recipe)
+
+
+def test_loading_changes_neither_the_working_directory_nor_hydra(recipe, monkeypatch, tmp_path):
+    from hydra.core.global_hydra import GlobalHydra
+
+    monkeypatch.chdir(tmp_path)
+    load_config("recipe.yaml", [])
+    assert Path.cwd() == tmp_path
+    assert not GlobalHydra.instance().is_initialized()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_sft_root():
+    loaded = load_config(
+        None,
+        [
+            "data.train_files=x.jsonl",
+            "model.init_config={model_type: llama, hidden_size: 8}",
+            "model.tokenizer_path=tok",
+        ],
+        SftConfig,
+    )
+    assert loaded.config.model.init_config == {"model_type": "llama", "hidden_size": 8}
+    assert "exactly one" in error_of(None, "data.train_files=x", root=SftConfig)
+
+
+def test_importing_and_failing_needs_no_torch(recipe):
+    code = (
+        "import sys\nfrom pellucid.config import load_config, read_model_facts\n"
+        f"try: load_config({str(recipe)!r}, ['data.oops=1'])\nexcept ValueError as error: assert 'oops' in str(error)\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+VALUES = {
+    "data.max_prompt_length": st.integers(1, 8192),
+    "data.shuffle": st.booleans(),
+    "trainer.seed": st.integers(0, 2**40),
+    "actor_rollout_ref.actor.grad_clip": st.floats(1e-8, 1e6),
+    "actor_rollout_ref.actor.optim.lr": st.floats(0, 1, allow_subnormal=False),
+    "actor_rollout_ref.rollout.temperature": st.floats(1e-3, 10),
+    "trainer.experiment_name": st.text("abcXYZ019_ .-:#'\"{}[]&*!|>%@`,\\é\n", min_size=1, max_size=12),
+    "actor_rollout_ref.rollout.stop": st.lists(
+        st.sampled_from(["\n", "1e-6", "null", "yes", "0x1", "</s>", "- a", "???x"])
+    ),
+    "actor_rollout_ref.actor.checkpoint.save_contents": st.lists(st.sampled_from(["model", "hf_model"]), unique=True),
+    "actor_rollout_ref.model.override_config": st.dictionaries(
+        st.sampled_from(["a", "n", "on"]), st.integers() | st.booleans()
+    ),
+}
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chosen=st.fixed_dictionaries({}, optional=VALUES))
+def test_the_resolved_yaml_loads_to_the_same_config(tmp_path, chosen):
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.create(RECIPE)
+    for key, value in chosen.items():
+        OmegaConf.update(tree, key, value, force_add=True)
+    tree.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 2**14
+    source, again = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    source.write_text(OmegaConf.to_yaml(tree))
+    loaded = load_config(source, [])
+    again.write_text(loaded.yaml)
+    second = load_config(again, [])
+    assert second.config == loaded.config
+    assert (second.yaml, second.notices) == (loaded.yaml, [])
+
+
+def test_every_key_of_the_schema_can_be_set(recipe):
+    """No key of the schema is caught by the tables of old and later keys."""
+    from fnmatch import fnmatchcase
+
+    from pellucid.config.deferred import DEFERRED
+    from pellucid.config.migrate import OLD
+
+    for key in flat_hints(RunConfig):
+        assert not any(fnmatchcase(key, entry.pattern) for entry in (*DEFERRED, *OLD)), key
