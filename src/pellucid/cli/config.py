@@ -124,9 +124,7 @@ def _count_prompts(config: RunConfig) -> int | None:
 
 
 def _print_plan(config: RunConfig, num_prompts: int) -> None:
-    path = config.actor_rollout_ref.model.path
-    assert path is not None
-    plan = build_plan(config, num_prompts, read_model_facts(path))
+    plan = build_plan(config, num_prompts, read_model_facts(config.actor_rollout_ref.model.path))
     table = Table(show_header=False, box=None)
     for label, sentence in plan.rows():
         table.add_row(label, sentence)

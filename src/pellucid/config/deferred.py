@@ -79,7 +79,7 @@ def _yaml_word(value: Any) -> str:
 _ENGINES = "the vLLM and SGLang engines"
 _FSDP = "sharded training"
 _CORRECTION = "rollout correction"
-_CORRECTION_OFF: dict[str, tuple[Any, ...]] = {
+CORRECTION_OFF: dict[str, tuple[Any, ...]] = {
     "rollout_is": (False,),
     "rollout_is_threshold": (),
     "rollout_is_threshold_lower": (),
@@ -106,8 +106,8 @@ DEFERRED: tuple[Deferred, ...] = (
     Deferred("algorithm.kl_ctrl.type", ("fixed",), "adaptive KL control"),
     Deferred("algorithm.kl_ctrl.horizon", (10000,), "adaptive KL control"),
     Deferred("algorithm.kl_ctrl.target_kl", (0.1,), "adaptive KL control"),
-    *(Deferred(f"algorithm.{key}", off, _CORRECTION) for key, off in _CORRECTION_OFF.items()),
-    *(Deferred(f"algorithm.rollout_correction.{key}", off, _CORRECTION) for key, off in _CORRECTION_OFF.items()),
+    *(Deferred(f"algorithm.{key}", off, _CORRECTION) for key, off in CORRECTION_OFF.items()),
+    Deferred("algorithm.rollout_correction", (), _CORRECTION),
     Deferred("reward_model.enable", (False,), "reward models"),
     Deferred("reward_model.launch_reward_fn_async", (False,), "asynchronous rewards"),
     Deferred("reward_model.reward_manager", ("naive",), "reward managers"),

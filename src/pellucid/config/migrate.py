@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.config.convert import raise_all
+from pellucid.config.deferred import CORRECTION_OFF
 from pellucid.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def _profiler(parent: str) -> str:
 def _correction_key(key: str) -> Old:
     return Old(
         f"algorithm.rollout_correction.{key}",
-        lambda value: False,
+        lambda value: value is None or value in CORRECTION_OFF[key],
         lambda parent, value: {f"algorithm.{key}": value},
         "The keys of algorithm.rollout_correction are flat here, and rollout correction is not in this version.",
     )
@@ -102,18 +103,7 @@ OLD: tuple[Old, ...] = (
         lambda parent, value: {f"{parent}.ppo_micro_batch_size_per_gpu": value},
         "The global micro-batch size is gone; the new key counts samples on one rank.",
     ),
-    *map(
-        _correction_key,
-        (
-            "rollout_is",
-            "rollout_is_threshold",
-            "rollout_rs",
-            "rollout_rs_threshold",
-            "bypass_mode",
-            "loss_type",
-            "rollout_is_batch_normalize",
-        ),
-    ),
+    *map(_correction_key, CORRECTION_OFF),
 )
 
 
@@ -147,7 +137,7 @@ def drop_old(user: DictConfig, notices: list[str]) -> None:
     Raises:
         UserError: an old key is set; the text shows the YAML that takes its place (`ConfigError` for several).
     """
-    found = [item for item in find_old(user) if not item.key.startswith("algorithm.rollout_correction.")]
+    found = list(find_old(user))
     raise_all(
         [
             UserError(item.key, "this spelling is replaced by\n" + _yaml(item.new), item.old.why)

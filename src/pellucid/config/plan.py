@@ -73,6 +73,8 @@ class Plan:
     max_response_length: int
     max_tokens_per_step: int
     num_ranks: int
+    placement: str
+    strategy: str
     memory: Memory | None
     """None when the model's files are not at hand."""
     model: ModelFacts | None
@@ -111,7 +113,7 @@ class Plan:
                 f"{self.max_response_length} response) = {self.samples_per_step} × {longest} = "
                 f"{self.max_tokens_per_step:,} tokens",
             ),
-            ("ranks", f"{self.num_ranks} process"),
+            ("ranks", f"{self.num_ranks} process, placement {self.placement}, strategy {self.strategy}"),
         ]
         if self.model is not None:
             rows.append(
@@ -182,6 +184,8 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         max_response_length=data.max_response_length,
         max_tokens_per_step=prompts * rollout.n * longest,
         num_ranks=config.trainer.n_gpus_per_node * config.trainer.nnodes,
+        placement=config.trainer.placement,
+        strategy=actor.strategy,
         memory=memory,
         model=model,
     )

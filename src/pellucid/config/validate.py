@@ -274,10 +274,6 @@ def _run(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             "trainer.val_only", "validation was asked for, but data.val_files is null.", "Set data.val_files."
         )
-    if config.actor_rollout_ref.model.path is None:
-        yield UserError(
-            "actor_rollout_ref.model.path", "null names no model.", "Set it to builtin, a model folder or a hub id."
-        )
     custom = data.custom_cls
     if (custom.path is None) != (custom.name is None):
         yield UserError("data.custom_cls", "path and name go together.", "Set both, or neither.")

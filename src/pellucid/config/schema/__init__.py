@@ -3,7 +3,7 @@
 from pellucid.config.schema.actor import ActorConfig, CheckpointConfig, OptimConfig, PolicyLossConfig, RefConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig, KlControlConfig
 from pellucid.config.schema.data import CustomClassConfig, DataConfig, SftDataConfig, SourceConfig
-from pellucid.config.schema.model import ModelConfig, SftModelConfig
+from pellucid.config.schema.model import BaseModelConfig, ModelConfig, SftModelConfig
 from pellucid.config.schema.reward_model import CustomRewardConfig, RewardConfig
 from pellucid.config.schema.rollout import RolloutConfig, ValSamplingConfig
 from pellucid.config.schema.root import ActorRolloutRefConfig, RunConfig, SftConfig, SftEngineConfig
@@ -13,6 +13,7 @@ __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
+    "BaseModelConfig",
     "BaseTrainerConfig",
     "CheckpointConfig",
     "CustomClassConfig",

@@ -11,11 +11,9 @@ Dtype = Annotated[Literal["float32", "bfloat16"], Alias("fp32", "float32"), Alia
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The policy's weights, tokenizer and number format."""
+class BaseModelConfig:
+    """What every model has, wherever its weights come from."""
 
-    path: str | None = MISSING
-    """The model: `builtin` for the small one shipped in the package, a Hugging Face model folder, or a hub id."""
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null takes it from `path`."""
     dtype: Dtype = "float32"
@@ -32,7 +30,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class SftModelConfig(ModelConfig):
+class ModelConfig(BaseModelConfig):
+    """The policy's weights, tokenizer and number format."""
+
+    path: str = MISSING
+    """The model: `builtin` for the small one shipped in the package, a Hugging Face model folder, or a hub id."""
+
+
+@dataclass(frozen=True)
+class SftModelConfig(BaseModelConfig):
     """The model to fine-tune, or the shape of a fresh one."""
 
     path: str | None = None

@@ -34,15 +34,15 @@ class RunConfig:
     """Reinforcement learning and evaluation."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    """The prompts."""
+    """The prompts, and how many make a step."""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     """The policy: model, update, reference and sampling."""
     reward_model: RewardConfig = field(default_factory=RewardConfig)
-    """The reward."""
+    """How a response is scored."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """From rewards to advantages."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """The run."""
+    """The run: its length, device, logs and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class SftConfig:
     """Supervised fine-tuning."""
 
     data: SftDataConfig = field(default_factory=SftDataConfig)
-    """The rows."""
+    """The rows to learn from."""
     model: SftModelConfig = field(default_factory=SftModelConfig)
-    """The model."""
+    """The language model."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer and its schedule."""
     engine: SftEngineConfig = field(default_factory=SftEngineConfig)
     """Limits of one optimizer step."""
     trainer: SftTrainerConfig = field(default_factory=SftTrainerConfig)
-    """The run."""
+    """The run: its length, device, logs and checkpoints."""

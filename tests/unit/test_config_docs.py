@@ -1,0 +1,53 @@
+"""The generated files: fresh, formatted by the rules, and loadable."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from pellucid.config import RunConfig, SftConfig
+from pellucid.config.convert import defaults_tree
+from pellucid.config.describe import annotated_yaml, generated_files, keys
+
+ROOT = Path(__file__).parents[2]
+GENERATED = generated_files(ROOT / "docs")
+
+
+@pytest.mark.parametrize("file", GENERATED, ids=lambda file: file.name)
+def test_generated_files_are_fresh(file):
+    assert file.read_text(encoding="utf-8") == GENERATED[file], "stale: run python -m pellucid.config.describe"
+
+
+@pytest.mark.parametrize("root", [RunConfig, SftConfig])
+def test_annotated_yaml_keeps_the_format_rules(root):
+    lines = annotated_yaml(root).splitlines()
+    for index, line in enumerate(lines):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        indent = len(line) - len(line.lstrip())
+        comment = lines[index - 1]
+        assert comment.lstrip().startswith("#"), f"no comment above: {line}"
+        assert len(comment) - len(comment.lstrip()) == indent, f"comment's indentation: {line}"
+        assert " #" not in line, f"comment after a value: {line}"
+        first = index - 1
+        while lines[first].lstrip().startswith("#"):
+            first -= 1
+        assert lines[first] == "", f"no blank line before: {line}"
+    assert all(len(line) <= 120 for line in lines)
+    assert "\n\n\n" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize("root", [RunConfig, SftConfig])
+def test_annotated_yaml_holds_the_schema_defaults(root):
+    assert OmegaConf.to_container(OmegaConf.create(annotated_yaml(root))) == defaults_tree(root)
+
+
+@pytest.mark.parametrize("root", [RunConfig, SftConfig])
+def test_every_key_is_explained(root):
+    for key in keys(root):
+        assert re.match(r".{8,}[.:]", key.doc), key.name
+
+
+def test_the_tree_stays_small():
+    assert len([key for key in keys(RunConfig) if not key.is_section]) <= 200

@@ -1,0 +1,335 @@
+"""Rules between keys, keys of later versions, old spellings and their migration."""
+
+import pytest
+import yaml
+
+from pellucid.config import SftConfig, load_config
+from pellucid.config.deferred import DEFERRED
+from pellucid.config.migrate import migrate
+from pellucid.errors import UserError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+BASE = [
+    "data.train_files=x.jsonl",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.model.path=m",
+    f"{ACTOR}.strategy=fsdp2",
+    f"{ACTOR}.ppo_mini_batch_size=4",
+    f"{ACTOR}.use_dynamic_bsz=true",
+    f"{ROLLOUT}.n=4",
+]
+SFT = ["data.train_files=x.jsonl", "model.path=m"]
+
+
+def error_of(*overrides, base=BASE, **kwargs) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load_config(None, [*base, *overrides], **kwargs)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        ([f"{ACTOR}.ppo_mini_batch_size=16"], f"{ACTOR}.ppo_mini_batch_size", ["16 prompts", "only 8"]),
+        (
+            [f"{ACTOR}.ppo_mini_batch_size=3"],
+            f"{ACTOR}.ppo_mini_batch_size",
+            ["8 prompts (data.train_batch_size) ÷ 3 = 2 optimizer steps and 2 prompts left over", "e.g. 2"],
+        ),
+        (
+            [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            ["use_dynamic_bsz is true"],
+        ),
+        (
+            [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"],
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            ["4 prompts × 4 samples = 16 samples", "16 = 3 × 5 + 1", "e.g. 4"],
+        ),
+        (
+            [f"{ACTOR}.ppo_max_token_len_per_gpu=1000"],
+            f"{ACTOR}.ppo_max_token_len_per_gpu",
+            ["512 prompt + 512 response = 1024"],
+        ),
+        ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ["no spread"]),
+        ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.n", ["4 times the same text"]),
+        ([f"{ROLLOUT}.val_kwargs.n=2"], f"{ROLLOUT}.val_kwargs.n", ["2 times the same text"]),
+        ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ["divides the logits by zero"]),
+        ([f"{ROLLOUT}.dtype=bf16"], f"{ROLLOUT}.dtype", ["bfloat16", "float32", "own weights"]),
+        ([f"{ROLLOUT}.response_length=16"], f"{ROLLOUT}.response_length", ["data.max_response_length is 512"]),
+        ([f"{ACTOR}.loss_scale_factor=10"], f"{ACTOR}.loss_scale_factor", ["seq-mean-token-sum-norm"]),
+        ([f"{ACTOR}.kl_loss_coef=0.5"], f"{ACTOR}.kl_loss_coef", ["no effect", "use_kl_loss: true"]),
+        ([f"{ACTOR}.kl_loss_type=k1"], f"{ACTOR}.kl_loss_type", ["no effect"]),
+        (["algorithm.kl_ctrl.kl_coef=0.5"], "algorithm.kl_ctrl.kl_coef", ["use_kl_in_reward: true"]),
+        (
+            [f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=0.2"],
+            f"{ACTOR}.clip_ratio",
+            ["no effect", "0.1", "0.2"],
+        ),
+        (
+            [f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
+            f"{ACTOR}.optim.lr_warmup_steps_ratio",
+            ["no effect"],
+        ),
+        ([f"{ACTOR}.optim.min_lr_ratio=0.1"], f"{ACTOR}.optim.min_lr_ratio", ["constant"]),
+        (["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096"], "actor_rollout_ref.ref", ["no effect"]),
+        (
+            [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=1000"],
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+            ["= 1024"],
+        ),
+        (["trainer.nnodes=2"], "trainer.nnodes", ["one process"]),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path", ["no checkpoint"]),
+        (["trainer.resume_from_path=x"], "trainer.resume_from_path", ["resume_mode: auto"]),
+        (["trainer.test_freq=5"], "trainer.test_freq", ["val_files is null"]),
+        (["trainer.val_only=true"], "trainer.val_only", ["val_files is null"]),
+        (["data.custom_cls.path=x.py"], "data.custom_cls", ["together"]),
+        (["trainer.total_epochs=0"], "trainer.total_epochs", ["≥ 1"]),
+    ],
+)
+def test_a_broken_rule_names_the_key_and_the_arithmetic(overrides, field, words):
+    error = error_of(*overrides)
+    assert error.field == field
+    for word in words:
+        assert word in str(error)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
+        [
+            f"{ACTOR}.use_kl_loss=true",
+            f"{ACTOR}.kl_loss_coef=0.5",
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096",
+        ],
+        [f"{ACTOR}.clip_ratio=0.3"],
+        [f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=0.5"],
+        [f"{ACTOR}.ppo_max_token_len_per_gpu=1024"],
+        ["data.val_files=x", "trainer.val_only=true", f"{ROLLOUT}.n=1"],
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=x"],
+        [
+            f"{ROLLOUT}.n=1",
+            f"{ROLLOUT}.do_sample=false",
+            f"{ROLLOUT}.temperature=0",
+            "data.val_files=x",
+            "trainer.val_only=true",
+        ],
+    ],
+)
+def test_settings_that_fit_together_load(overrides):
+    assert load_config(None, [*BASE, *overrides]).notices == []
+
+
+def test_allowed_but_unusual_settings_are_said():
+    [line] = load_config(None, [*BASE, f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"]).notices
+    assert "counts twice" in line
+    loaded = load_config(None, [*BASE, f"{ACTOR}.use_dynamic_bsz=false"])
+    assert loaded.config.actor_rollout_ref.actor.use_dynamic_bsz is True
+    assert loaded.config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz is True
+    assert "formed by tokens" in loaded.notices[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["model.path=null"], "model.path"),
+        (["model.init_config={model_type: llama}", "model.tokenizer_path=t"], "model.path"),
+        (["model.path=null", "model.init_config={model_type: llama}"], "model.tokenizer_path"),
+        (["model.path=null", "model.init_config={hidden_size: 8}", "model.tokenizer_path=t"], "model.init_config"),
+        (["engine.max_token_len_per_gpu=100"], "engine.max_token_len_per_gpu"),
+        (["trainer.test_freq=1"], "trainer.test_freq"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_mode"),
+    ],
+)
+def test_sft_rules(overrides, field):
+    assert error_of(*overrides, base=SFT, root=SftConfig).field == field
+
+
+OFF = {
+    "global_profiler": "{steps: null, tool: nsys}",
+    f"{ACTOR}.profiler": "{enable: false, ranks: [0]}",
+    "trainer.critic_warmup": "0",
+    "trainer.balance_batch": "true",
+    "critic": "null",
+    "algorithm.gamma": "1.0",
+    "algorithm.filter_groups": "{enable: false, metric: acc}",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.horizon": "10000",
+    "algorithm.rollout_is_threshold": "null",
+    "algorithm.rollout_is": "false",
+    "algorithm.rollout_is_veto_threshold": "1e-4",
+    "algorithm.bypass_mode": "false",
+    "reward_model.enable": "false",
+    "reward_model.launch_reward_fn_async": "false",
+    "reward_model.model.path": "some/model",
+    f"{ACTOR}.fsdp_config.param_offload": "false",
+    f"{ACTOR}.fsdp_config.fsdp_size": "-1",
+    f"{ACTOR}.freeze_vision_tower": "false",
+    "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": "true",
+    "actor_rollout_ref.model.lora_rank": "0",
+    "actor_rollout_ref.hybrid_engine": "true",
+    f"{ROLLOUT}.tensor_model_parallel_size": "1",
+    f"{ROLLOUT}.mode": "sync",
+    f"{ROLLOUT}.multi_turn": "{enable: false, max_turns: 3}",
+    f"{ACTOR}.policy_loss.kl_cov_ratio": "0.0002",
+    f"{ACTOR}.use_fused_kernels": "'${oc.select:actor_rollout_ref.model.use_fused_kernels,false}'",
+    f"{ROLLOUT}.enforce_eager": "null",
+    "algorithm.rollout_correction.rollout_is": "false",
+}
+ON = {
+    "global_profiler": "{steps: [1], tool: nsys}",
+    f"{ACTOR}.profiler": "{enable: true}",
+    "trainer.critic_warmup": "5",
+    "critic": "{optim: {lr: 1e-5}}",
+    "algorithm.gamma": "0.99",
+    "algorithm.filter_groups": "{enable: true}",
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.rollout_is_threshold": "2.0",
+    "algorithm.rollout_is": "true",
+    "algorithm.bypass_mode": "true",
+    "reward_model.enable": "true",
+    f"{ACTOR}.fsdp_config.param_offload": "true",
+    f"{ACTOR}.megatron": "{tensor_model_parallel_size: 2}",
+    "actor_rollout_ref.model.lora_rank": "8",
+    "actor_rollout_ref.hybrid_engine": "false",
+    f"{ROLLOUT}.tensor_model_parallel_size": "2",
+    f"{ROLLOUT}.mode": "async",
+    f"{ROLLOUT}.gpu_memory_utilization": "0.5",
+    f"{ROLLOUT}.enforce_eager": "false",
+    f"{ROLLOUT}.multi_turn": "{enable: true}",
+    f"{ACTOR}.policy_loss.kl_cov_ratio": "0.1",
+    f"{ACTOR}.use_fused_kernels": "true",
+    f"{ACTOR}.freeze_vision_tower": "true",
+    f"{ACTOR}.checkpoint.async_save": "true",
+    f"{ROLLOUT}.agent": "{num_workers: 2}",
+    f"{ACTOR}.fsdp_config.fsdp_size": "true",
+}
+
+
+def test_keys_of_later_versions_are_accepted_when_off_and_named_once():
+    loaded = load_config(None, [*BASE, *(f"{key}={value}" for key, value in OFF.items())])
+    line = " ".join(loaded.notices)
+    for key in OFF:
+        assert key.removesuffix(".path") in line
+    assert loaded.config == load_config(None, BASE).config
+
+
+@pytest.mark.parametrize("key", ON)
+def test_keys_of_later_versions_are_refused_when_on(key):
+    error = error_of(f"{key}={ON[key]}")
+    assert error.field == key
+    assert "this version does not have" in error.reason
+    assert "Remove it" in error.remedy
+
+
+def test_several_later_keys_are_refused_together():
+    assert "2 mistakes" in str(error_of("trainer.critic_warmup=5", f"{ROLLOUT}.mode=async"))
+
+
+def test_an_off_block_may_link_to_keys_that_do_not_exist():
+    assert (
+        load_config(None, [*BASE, f"+{ACTOR}.profiler.x='${{global_profiler.no.such}}'"])
+        .notices[0]
+        .endswith("actor.profiler")
+    )
+
+
+def test_every_later_key_names_what_it_belongs_to():
+    patterns = [entry.pattern for entry in DEFERRED]
+    assert len(set(patterns)) == len(patterns)
+    assert all(entry.belongs for entry in DEFERRED)
+
+
+@pytest.mark.parametrize(
+    ("override", "new"),
+    [
+        ("trainer.profile_steps=[1,2]", {"global_profiler": {"tool": "nsys", "steps": [1, 2]}}),
+        (
+            f"{ACTOR}.profile_ranks=[0,1]",
+            {"actor_rollout_ref": {"actor": {"profiler": {"enable": True, "ranks": [0, 1]}}}},
+        ),
+        ("critic.profile_ranks_all=true", {"critic": {"profiler": {"enable": True, "all_ranks": True}}}),
+        (
+            "actor_rollout_ref.rm.profile_discrete=true",
+            {"reward_model": {"profiler": {"tool_config": {"nsys": {"discrete": True}}}}},
+        ),
+        (
+            f"{ACTOR}.tis_imp_ratio_cap=2.0",
+            {
+                "algorithm": {
+                    "rollout_is_threshold": 2.0,
+                    "rollout_is": True,
+                    "rollout_is_level": "token",
+                    "rollout_is_mode": "truncate",
+                },
+                "actor_rollout_ref": {"rollout": {"calculate_log_probs": True}},
+            },
+        ),
+        (f"{ACTOR}.ppo_micro_batch_size=4", {"actor_rollout_ref": {"actor": {"ppo_micro_batch_size_per_gpu": 4}}}),
+    ],
+)
+def test_an_old_spelling_stops_the_run_with_the_new_yaml_and_migrates_to_it(tmp_path, override, new):
+    key = override.partition("=")[0]
+    error = error_of(override)
+    assert error.field == key
+    assert yaml.safe_load(error.reason.partition("\n")[2]) == new
+    old = tmp_path / "old.yaml"
+    tree: dict = {}
+    node = tree
+    for part in key.split(".")[:-1]:
+        node = node.setdefault(part, {})
+    node[key.rpartition(".")[2]] = yaml.safe_load(override.partition("=")[2])
+    old.write_text(yaml.safe_dump(tree))
+    text, [change] = migrate(old)
+    assert yaml.safe_load(text) == new
+    assert change.startswith(f"{key}: ")
+
+
+def test_old_spellings_that_are_off_are_dropped():
+    off = [
+        f"{ACTOR}.tis_imp_ratio_cap=-1",
+        "trainer.profile_steps=null",
+        f"{ROLLOUT}.profile_ranks=[]",
+        f"{ACTOR}.profile_discrete=false",
+        f"{ACTOR}.ppo_micro_batch_size=null",
+    ]
+    loaded = load_config(None, [*BASE, *off])
+    assert loaded.config == load_config(None, BASE).config
+    assert all(word.partition("=")[0] in loaded.notices[0] for word in off)
+
+
+def test_nested_rollout_correction_is_off_or_migrates_to_flat_keys(tmp_path):
+    old = tmp_path / "old.yaml"
+    old.write_text(
+        "algorithm: {rollout_correction: {rollout_is: true, rollout_is_threshold: 2.0}, adv_estimator: grpo}\n"
+    )
+    assert yaml.safe_load(migrate(old)[0])["algorithm"] == {
+        "rollout_is": True,
+        "rollout_is_threshold": 2.0,
+        "adv_estimator": "grpo",
+    }
+    error = error_of("algorithm.rollout_correction.rollout_is=true")
+    assert "algorithm.rollout_correction.rollout_is" in str(error)
+    assert "algorithm:\n  rollout_is: true" in str(error)
+
+
+def test_migrate_keeps_links_and_the_rest_and_is_idempotent(tmp_path):
+    old = tmp_path / "old.yaml"
+    old.write_text(
+        "_target_: x\ndata: {seed: '${trainer.seed}'}\ntrainer: {profile_steps: [1], seed: 3}\n"
+        "actor_rollout_ref: {actor: {strategy: '???', profile_discrete: true}, ref: {profile_discrete: true}}\n"
+    )
+    text, changes = migrate(old)
+    assert "${trainer.seed}" in text
+    assert yaml.safe_load(text)["actor_rollout_ref"]["actor"]["strategy"] == "???"
+    assert len(changes) == 4
+    old.write_text(text)
+    assert migrate(old) == (text, [])
+
+
+def test_roles_that_disagree_about_discrete_profiling_do_not_migrate(tmp_path):
+    old = tmp_path / "old.yaml"
+    old.write_text("actor_rollout_ref: {actor: {profile_discrete: true}, ref: {profile_discrete: false}}\n")
+    with pytest.raises(UserError, match="must agree"):
+        migrate(old)
