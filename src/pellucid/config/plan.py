@@ -99,7 +99,8 @@ class Plan:
             ),
             (
                 "micro-batches",
-                f"{mini_samples} samples per mini-batch in {bound}{self.micro_batches_per_mini_batch} micro-batches",
+                f"{mini_samples} samples per mini-batch in {bound}{self.micro_batches_per_mini_batch} "
+                f"micro-batch{'es' * (self.micro_batches_per_mini_batch > 1)}",
             ),
             (
                 "steps",
