@@ -21,6 +21,14 @@ def notice(message: str, *, style: str = "yellow") -> None:
 
 def progress(*, transient: bool = False) -> Progress:
     """Return a progress display with a bar, counts, elapsed time and time left."""
-    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
-                    TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[info]}"),
-                    console=console, transient=transient)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[info]}"),
+        console=console,
+        transient=transient,
+    )

@@ -24,11 +24,17 @@ def load_object(spec: str, field: str) -> Any:
     """
     module_spec, _, name = spec.rpartition(":")
     if not module_spec or not name:
-        raise UserError(field, f"'{spec}' is not an import path.", "Write it as 'package.module:name' or 'file.py:name'.")
+        raise UserError(
+            field, f"'{spec}' is not an import path.", "Write it as 'package.module:name' or 'file.py:name'."
+        )
     if module_spec.endswith(".py"):
         path = Path(module_spec).expanduser().resolve()
         if not path.is_file():
-            raise UserError(field, f"the file '{path}' does not exist.", "Give a path relative to the current folder, or an absolute one.")
+            raise UserError(
+                field,
+                f"the file '{path}' does not exist.",
+                "Give a path relative to the current folder, or an absolute one.",
+            )
         module_name = f"pellucid_plugin_{path.stem}"
         loader_spec = importlib.util.spec_from_file_location(module_name, path)
         assert loader_spec is not None and loader_spec.loader is not None
@@ -39,7 +45,13 @@ def load_object(spec: str, field: str) -> Any:
         try:
             module = importlib.import_module(module_spec)
         except ImportError as error:
-            raise UserError(field, f"the module '{module_spec}' cannot be imported ({error}).", "Is it on PYTHONPATH?") from error
+            raise UserError(
+                field, f"the module '{module_spec}' cannot be imported ({error}).", "Is it on PYTHONPATH?"
+            ) from error
     if name not in vars(module):
-        raise UserError(field, f"'{module_spec}' has no '{name}'.", did_you_mean(name, [n for n in vars(module) if not n.startswith("_")]))
+        raise UserError(
+            field,
+            f"'{module_spec}' has no '{name}'.",
+            did_you_mean(name, [n for n in vars(module) if not n.startswith("_")]),
+        )
     return vars(module)[name]

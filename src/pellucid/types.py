@@ -121,8 +121,13 @@ class Batch:
     def select(self, rows: list[int]) -> Batch:
         """Return the batch of the given rows, in that order, with T unchanged."""
         index = self.group.new_tensor(rows)
-        picked = {name: None if (value := getattr(self, name)) is None else value[index] for name in _TENSOR_FIELDS}
+        picked = dict.fromkeys(_OPTIONAL_TENSORS) | {name: tensor[index] for name, tensor in self.tensors().items()}
         return Batch(rollouts=[self.rollouts[row] for row in rows], **picked)  # pyright: ignore[reportArgumentType]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that are set, by field name; the first dimension of each is B."""
+        return {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
 
-_TENSOR_FIELDS = ("mask", "rollout_logp", "token_rewards", "group", "old_logp", "ref_logp", "advantages", "returns")
+
+_OPTIONAL_TENSORS = ("old_logp", "ref_logp", "advantages", "returns")
+_TENSORS = ("mask", "rollout_logp", "token_rewards", "group", *_OPTIONAL_TENSORS)

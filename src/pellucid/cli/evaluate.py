@@ -1,0 +1,103 @@
+"""`pellucid eval`: answer problems with a model or a run's last checkpoint, score them, print accuracy with its error."""
+
+import math
+from pathlib import Path
+
+from rich.table import Table
+
+from pellucid.console import console, progress
+from pellucid.errors import UserError
+
+
+def run_eval(
+    model: str,
+    files: str,
+    num: int | None,
+    samples: int,
+    temperature: float | None,
+    max_tokens: int,
+    reward: str | None,
+    out: Path | None,
+    device_name: str,
+) -> None:
+    """Print one line a task: accuracy, its 95% interval, reward, number of problems.
+
+    Raises:
+        UserError: the model, the files or the reward cannot be used.
+    """
+    import torch
+
+    from pellucid import devices
+    from pellucid.cli.export import load_trained
+    from pellucid.config.schema.data import DataConfig
+    from pellucid.controller.validation import answer, validation_metrics
+    from pellucid.data import build_prompts
+    from pellucid.reward import make_scorer
+    from pellucid.rollout.native import NativeRolloutEngine
+    from pellucid.rollout.protocol import SamplingParams
+    from pellucid.rollout_dump import write_rollouts
+    from pellucid.training.common.models import eos_token_ids
+    from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+
+    if temperature is None:
+        temperature = 0.0 if samples == 1 else 1.0
+    if temperature < 0:
+        raise UserError("--temperature", f"{temperature} is negative.", "Use 0 for greedy, or a positive number.")
+    if samples > 1 and temperature == 0:
+        raise UserError(
+            "--temperature", f"0 would draw the same response {samples} times.", "Leave it out, or set --samples 1."
+        )
+    device = devices.choose_device(device_name)
+    policy, tokenizer = load_trained(model, device)
+    data = build_prompts(
+        DataConfig(
+            train_files=files, val_files=files, val_max_samples=num, max_prompt_length=1 << 20, return_raw_chat=False
+        ),
+        tokenizer,
+        "val",
+    )
+    path, _, name = (reward or "").rpartition(":")
+    params = SamplingParams(n=samples, max_tokens=max_tokens, temperature=temperature or 1.0, do_sample=temperature > 0)
+    engine = NativeRolloutEngine(
+        Fsdp2Engine(policy, None, MicroBatching(None, None), device=device, dtype=torch.float32),
+        tokenizer,
+        eos_token_ids(policy, tokenizer),
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        seed=0,
+    )
+    with make_scorer(path or None, name, 2, 30.0) as scorer, progress(transient=True) as bar:
+        task = bar.add_task("answering", total=len(data.prompts) * samples, info="")
+        rollouts = answer(
+            engine, scorer, data.prompts, params, batch_size=None, on_done=lambda count: bar.advance(task, count)
+        )
+    if out is not None:
+        write_rollouts(out, rollouts, step=0, pieces=lambda ids: [tokenizer.decode([token]) for token in ids])
+    _print_table(validation_metrics(rollouts), samples)
+
+
+def _print_table(metrics: dict[str, float], samples: int) -> None:
+    table = Table(
+        "task", "accuracy", "95% interval", "reward", "problems", *([f"pass@{samples}"] if samples > 1 else [])
+    )
+    for name, accuracy in metrics.items():
+        if name.endswith("/accuracy"):
+            prefix = name.removesuffix("/accuracy")
+            num = metrics[f"{prefix}/num"]
+            low, high = _wilson(accuracy, num)
+            table.add_row(
+                prefix.removeprefix("val/"),
+                f"{accuracy:.1%}",
+                f"{low:.1%} – {high:.1%}",
+                f"{metrics[f'{prefix}/reward']:.3f}",
+                f"{num:.0f}",
+                *([f"{metrics[f'{prefix}/pass@{samples}']:.1%}"] if samples > 1 else []),
+            )
+    console.print(table)
+
+
+def _wilson(share: float, num: float) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share observed over `num` problems."""
+    z = 1.96
+    centre, spread = share + z * z / (2 * num), z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return (centre - spread) / (1 + z * z / num), (centre + spread) / (1 + z * z / num)

@@ -1,0 +1,171 @@
+"""`pellucid train`: config, inputs, plan, resume, loop, record, in that order; the first mistake stops it cheaply."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from rich.markup import escape
+
+from pellucid.config import RunConfig, load_config
+from pellucid.console import console, error_console, notice
+from pellucid.errors import UserError
+
+
+def run_training(recipe: Path, overrides: list[str]) -> None:
+    """Train as the recipe says.
+
+    Raises:
+        UserError: anything wrong with the recipe, the data or a checkpoint.
+        SystemExit: 128 + n when a signal stopped the run, 1 when NaN or Inf did.
+    """
+    loaded = load_config(recipe, overrides)
+    for line in loaded.notices:
+        notice(line)
+    config = loaded.config
+    console.print(f"run directory: {config.trainer.default_local_dir}", markup=False)
+
+    from pellucid import devices
+    from pellucid.checkpoint_store import CheckpointStore
+    from pellucid.controller.build import load_inputs, num_steps, print_plan
+    from pellucid.controller.checkpointing import checkpoint_step, find_checkpoint
+    from pellucid.rundir import RunDir
+
+    devices.choose_device(config.trainer.device)
+    run_dir = RunDir.create(config.trainer.default_local_dir)
+    inputs = load_inputs(config)
+    with run_dir.lock(), inputs.scorer:
+        if config.trainer.val_only:
+            _validate_only(config, run_dir, inputs)
+            return
+        print_plan(config, len(inputs.train_prompts))
+        total_steps = num_steps(config, len(inputs.train_prompts) // config.data.train_batch_size)
+        checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
+        done = 0 if checkpoint is None else checkpoint_step(checkpoint)
+        if done >= total_steps:
+            console.print(
+                f"this run is finished: its checkpoint is at step {done} of {total_steps}. Nothing was trained. To go on, raise "
+                "trainer.total_training_steps; to start anew, set trainer.experiment_name or trainer.resume_mode=disable.",
+                markup=False,
+            )
+            return
+        if checkpoint is not None:
+            console.print(
+                f"resuming from {checkpoint}: {total_steps - done} of {total_steps} steps remain",
+                style="bold",
+                markup=False,
+            )
+            _report_changes(run_dir, loaded.yaml)
+        _train(config, loaded.yaml, run_dir, inputs, checkpoint, done)
+
+
+def _train(config: RunConfig, resolved_yaml: str, run_dir, inputs, checkpoint: Path | None, done: int) -> None:
+    from pellucid.controller.build import build_run
+    from pellucid.controller.checkpointing import restore
+    from pellucid.controller.interrupt import StopRequested
+    from pellucid.controller.loop import train
+    from pellucid.metrics.plots import plot_curve
+    from pellucid.metrics.trackers import open_trackers
+    from pellucid.rundir import atomic_write
+    from pellucid.training.protocol import NonFiniteError
+
+    def open_tracker(resume_step: int | None):
+        trainer = config.trainer
+        return open_trackers(
+            trainer.logger,
+            run_dir.path,
+            trainer.project_name,
+            trainer.experiment_name,
+            dataclasses.asdict(config),
+            resume_step,
+        )
+
+    run = build_run(config, run_dir, inputs, open_tracker, done + 1)
+    reason = "failed"
+    try:
+        if checkpoint is not None:
+            restore(run, checkpoint)
+        atomic_write(run_dir.config_yaml, resolved_yaml)
+        run_dir.start_record(device=str(run.device), seeds={"trainer.seed": config.trainer.seed})
+        try:
+            train(run)
+            reason = "finished"
+        except StopRequested as stop:
+            reason = str(stop)
+            sys.exit(128 + stop.signal_number)
+        except NonFiniteError as error:
+            reason = str(error)
+            error_console.print(
+                f"[red]{escape(str(error))}[/red]\nThe weights were not updated with it. The batch is in "
+                f"{escape(str(run_dir.path / 'failures'))}; the last checkpoint is "
+                f"{'step ' + str(step) if (step := run.store.latest()) is not None else 'none'}. Lower the learning rate, or train in "
+                "float32, and start again to continue from it."
+            )
+            sys.exit(1)
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            run_dir.finish_record(reason)
+    finally:
+        run.close()
+    _summary(run_dir, plot_curve)
+
+
+def _summary(run_dir, plot_curve) -> None:
+    """Print where validation started and ended, draw the curve, and say what to look at next."""
+    from pellucid.metrics.trackers import read_metrics
+
+    rows = read_metrics(run_dir.metrics)
+    for name in sorted(
+        {name for row in rows for name in row if name.startswith("val/") and name.endswith("/accuracy")}
+    ):
+        values = [row[name] for row in rows if name in row]
+        console.print(
+            f"{name.removeprefix('val/').removesuffix('/accuracy')} held-out accuracy: {values[0]:.1%} → {values[-1]:.1%}",
+            style="bold green",
+        )
+    curve = run_dir.path / "curve.png"
+    plot_curve(run_dir.metrics, curve)
+    console.print(
+        f"curve: {curve}\nrollouts: pellucid rollouts {run_dir.path}\nmodel: pellucid export {run_dir.path} --out FOLDER",
+        markup=False,
+    )
+
+
+def _validate_only(config: RunConfig, run_dir, inputs) -> None:
+    from pellucid.checkpoint_store import CheckpointStore
+    from pellucid.controller.build import build_run
+    from pellucid.controller.checkpointing import find_checkpoint, restore
+    from pellucid.controller.validation import validate
+    from pellucid.metrics.trackers import Trackers
+
+    if not inputs.val_prompts:
+        raise UserError("trainer.val_only", "is true, but data.val_files is not set.", "Set data.val_files.")
+    run = build_run(config, run_dir, inputs, lambda _: Trackers({}), 1)
+    try:
+        checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
+        if checkpoint is not None:
+            restore(run, checkpoint)
+        console.print(f"validating {checkpoint or 'the model as loaded'}", markup=False)
+        with run.display:
+            metrics = validate(run, step=0)
+        for name, value in metrics.items():
+            console.print(f"{name}: {value:.4g}", markup=False)
+    finally:
+        run.close()
+
+
+def _report_changes(run_dir, resolved_yaml: str) -> None:
+    """Name every line in which the config differs from the one the run was started with."""
+    if not run_dir.config_yaml.exists():
+        return
+    import difflib
+
+    before = run_dir.config_yaml.read_text().splitlines()
+    changed = [
+        line
+        for line in difflib.unified_diff(before, resolved_yaml.splitlines(), lineterm="", n=0)
+        if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    if changed:
+        notice("the config differs from the one this run was started with:\n  " + "\n  ".join(changed))

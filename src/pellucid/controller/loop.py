@@ -1,0 +1,56 @@
+"""The training loop: the whole of a run, from the first validation to the last checkpoint.
+
+            prompts                  tokens + log-probs            + rewards
+    loader ─────────► rollout engine ──────────────────► scorer ─────────────┐
+                            ▲                                                ▼
+                            │ the actor's own weights      old log-probs (actor), reference log-probs
+                            │                                                │
+                      actor.update ◄────────────────────────────────── advantages
+
+One step after the other, each stage waiting for the one before: nothing is sampled from weights older than the last update.
+`build.py` makes the `Run` this file drives; the stages themselves are in `step.py`.
+"""
+
+from pellucid.console import console
+from pellucid.controller.build import Run
+from pellucid.controller.checkpointing import save_checkpoint
+from pellucid.controller.interrupt import StopRequested, stop_on_signals
+from pellucid.controller.step import train_step
+from pellucid.controller.validation import validate
+from pellucid.profiler.spans import Stage
+
+
+def train(run: Run) -> None:
+    """Train from `run.first_step` to `run.total_steps`.
+
+    Raises:
+        StopRequested: Ctrl-C or SIGTERM; the step in hand was finished and its checkpoint written first.
+        NonFiniteError: NaN or Inf in an update; the batch was saved.
+    """
+    trainer = run.config.trainer
+    with stop_on_signals() as stop, run.display:
+        if run.first_step == 1 and trainer.val_before_train:
+            run.log(0, validate(run, step=0))
+        last_saved = run.first_step - 1
+        for step in range(run.first_step, run.total_steps + 1):
+            metrics = train_step(run, step)
+            last = step == run.total_steps or stop.requested
+            if run.val_prompts and (step == run.total_steps or _due(step, trainer.test_freq)):
+                metrics |= validate(run, step=step)
+            run.log(step, metrics)
+            if last or _due(step, trainer.save_freq):
+                run.display.stage(Stage.SAVE_CHECKPOINT)
+                with run.spans.span(Stage.SAVE_CHECKPOINT, step=step):
+                    last_saved = save_checkpoint(run, step)
+            if stop.requested and step < run.total_steps:
+                console.print(
+                    f"stopped after step {step}; checkpoint written. {run.total_steps - step} steps remain: "
+                    "start the same command again to continue.",
+                    markup=False,
+                )
+                raise StopRequested(stop.signal_number)
+    assert last_saved == run.total_steps or run.first_step > run.total_steps
+
+
+def _due(step: int, frequency: int) -> bool:
+    return frequency > 0 and step % frequency == 0

@@ -1,0 +1,109 @@
+"""Validation: responses to the held-out prompts, scored, as `val/<task>/*` metrics.
+
+Used by the loop before, during and after training, and by `pellucid eval`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from pellucid.config.schema.rollout import RolloutConfig
+from pellucid.console import notice
+from pellucid.controller.build import Run
+from pellucid.profiler.spans import Stage
+from pellucid.reward import Scorer
+from pellucid.rollout.protocol import RolloutEngine, SamplingParams
+from pellucid.types import Prompt, Rollout
+
+
+def validate(run: Run, *, step: int) -> dict[str, float]:
+    """Answer and score the run's validation prompts; return the metrics."""
+    config = run.config.actor_rollout_ref.rollout
+    advance = run.display.stage(Stage.VALIDATE, len(run.val_prompts) * config.val_kwargs.n)
+    with run.spans.span(Stage.VALIDATE, step=step):
+        rollouts = answer(
+            run.rollout_engine,
+            run.scorer,
+            run.val_prompts,
+            val_sampling(config),
+            batch_size=run.config.data.val_batch_size,
+            on_done=advance,
+        )
+    return validation_metrics(rollouts)
+
+
+def val_sampling(config: RolloutConfig) -> SamplingParams:
+    """Return how validation samples: greedily unless `rollout.val_kwargs` says otherwise."""
+    val = config.val_kwargs
+    return SamplingParams(
+        n=val.n,
+        max_tokens=config.response_length,
+        temperature=val.temperature,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        do_sample=val.do_sample,
+        ignore_eos=config.ignore_eos,
+        stop=config.stop,
+    )
+
+
+def answer(
+    engine: RolloutEngine,
+    scorer: Scorer,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    *,
+    batch_size: int | None,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Rollout]:
+    """Return scored rollouts for `prompts`, generated `batch_size` prompts at a time (None: all at once)."""
+    rollouts: list[Rollout] = []
+    size = batch_size or max(len(prompts), 1)
+    for start in range(0, len(prompts), size):
+        # The same random stream at every validation: two validations differ by the weights alone.
+        batch = engine.generate(prompts[start : start + size], params, stream=("validate",), on_done=on_done)
+        scorer.score(batch)
+        rollouts += batch
+    return rollouts
+
+
+def is_correct(rollout: Rollout) -> bool:
+    """Whether a scored rollout counts as right: its `acc` component where the reward gives one, else a reward of at least 1."""
+    assert rollout.reward is not None
+    return rollout.reward_parts.get("acc", rollout.reward) >= 1
+
+
+def validation_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return `val/<task>/{accuracy,reward,num}`, and `pass@k` where a prompt has several samples.
+
+    Samples whose reward call failed are left out and counted in a notice. pass@k is the unbiased estimator of arXiv 2107.03374.
+    """
+    by_task: dict[str, dict[str, list[Rollout]]] = defaultdict(lambda: defaultdict(list))
+    num_failed = 0
+    for rollout in rollouts:
+        if rollout.failure is not None:
+            num_failed += 1
+        else:
+            by_task[rollout.prompt.task][rollout.prompt.uid].append(rollout)
+    if num_failed:
+        notice(
+            f"validation: {num_failed} of {len(rollouts)} reward calls failed; those samples are left out of the accuracy."
+        )
+    metrics: dict[str, float] = {}
+    for task, problems in by_task.items():
+        scored = [rollout for samples in problems.values() for rollout in samples]
+        metrics[f"val/{task}/accuracy"] = sum(map(is_correct, scored)) / len(scored)
+        metrics[f"val/{task}/reward"] = sum(rollout.reward or 0.0 for rollout in scored) / len(scored)
+        metrics[f"val/{task}/num"] = len(problems)
+        k = min(len(samples) for samples in problems.values())
+        if k > 1:
+            counts = [(len(samples), sum(map(is_correct, samples))) for samples in problems.values()]
+            metrics[f"val/{task}/pass@{k}"] = sum(_pass_at_k(n, correct, k) for n, correct in counts) / len(counts)
+    return metrics
+
+
+def _pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return 1 − C(n−c, k)/C(n, k), the chance that k of n samples drawn without replacement hold a correct one."""
+    miss = 1.0
+    for index in range(k):
+        miss *= max(0, num_samples - num_correct - index) / (num_samples - index)
+    return 1.0 - miss

@@ -1,0 +1,78 @@
+"""CPU, CUDA and NPU behind one small module: which device a run uses, its memory, and its peak arithmetic rate.
+
+Everything that must know the kind of device asks here; nothing else in the package names one.
+"""
+
+import time
+from functools import lru_cache
+
+import psutil
+import torch
+
+from pellucid.errors import UserError
+
+# Dense bf16 / fp32 peaks in FLOP/s by name fragment, from the vendors' data sheets; unknown devices are measured.
+_KNOWN_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the torch device for `trainer.device`; `auto` takes CUDA, then NPU, then CPU.
+
+    Raises:
+        UserError: the device asked for is not on this machine.
+    """
+    npu_ready = hasattr(torch, "npu") and torch.npu.is_available()  # pyright: ignore[reportAttributeAccessIssue]
+    available = {"cuda": torch.cuda.is_available(), "npu": npu_ready, "cpu": True}
+    if name == "auto":
+        name = next(kind for kind, ready in available.items() if ready)
+    if not available[name]:
+        found = ", ".join(kind for kind, ready in available.items() if ready)
+        raise UserError(
+            "trainer.device",
+            f"'{name}' is not available on this machine (found: {found}).",
+            "Set trainer.device=auto, or install a torch build for that device.",
+        )
+    return torch.device(name)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its queued work, so that a clock read afterwards is true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "npu":
+        torch.npu.synchronize(device)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def memory_gb(device: torch.device) -> dict[str, float]:
+    """Return `perf/cpu_memory_used_gb` (this process) and, off CPU, `perf/max_memory_allocated_gb`."""
+    used = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30}
+    if device.type == "cuda":
+        used["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
+    elif device.type == "npu":
+        used["perf/max_memory_allocated_gb"] = torch.npu.max_memory_allocated(device) / 2**30  # pyright: ignore[reportAttributeAccessIssue]
+    return used
+
+
+@lru_cache(maxsize=4)
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the device's peak FLOP/s: the data sheet's for bf16 on known GPUs, else a square GEMM measured once."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        known = [peak for fragment, peak in _KNOWN_PEAKS.items() if fragment in name]
+        if known:
+            return known[0]
+    return measure_gemm_flops(device, dtype)
+
+
+def measure_gemm_flops(device: torch.device, dtype: torch.dtype, *, size: int = 2048, repeats: int = 5) -> float:
+    """Return the best FLOP/s of `repeats` square matrix products of the given size."""
+    size = size if device.type == "cpu" else 4 * size
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(repeats + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,1 @@
+"""The jobs in a step: an engine plus the algorithm that uses it. No distribution code here."""

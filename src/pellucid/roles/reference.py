@@ -1,0 +1,20 @@
+"""The frozen reference: the policy as it was before training, against which a KL term is measured."""
+
+from pellucid.training.common.packing import sequences_of
+from pellucid.training.protocol import Progress, TrainingEngine
+from pellucid.types import Batch
+
+
+class Reference:
+    """Scores responses under weights that never change; `temperature` is the sampling temperature."""
+
+    def __init__(self, engine: TrainingEngine, *, temperature: float) -> None:
+        self._engine, self._temperature = engine, temperature
+
+    def compute_log_probs(self, batch: Batch, on_done: Progress | None = None) -> int:
+        """Set `batch.ref_logp`, and return how many tokens the model processed."""
+        scores = self._engine.compute_log_probs(
+            sequences_of(batch.rollouts), temperature=self._temperature, on_done=on_done
+        )
+        batch.ref_logp = scores.logp.cpu() * batch.mask
+        return scores.num_input_tokens

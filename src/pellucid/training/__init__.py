@@ -1,0 +1,1 @@
+"""The training engine: packed forward and backward, log-probabilities, optimizer, checkpoints."""

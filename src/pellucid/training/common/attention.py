@@ -1,0 +1,184 @@
+"""One attention function for every model: the layout handed to the forward pass decides what attends to what.
+
+Hugging Face models look attention up by name; ours forwards to `layout.attend`. Training packs sequences (`packing.py`),
+the native rollout engine prefills and decodes against its cache (`rollout/native/cache.py`); no model code is patched.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "pellucid"
+
+
+class AttentionLayout(Protocol):
+    """Knows which keys each query token sees; shapes N tokens, H query heads, K key heads, D head size."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Return the attention output [1, N, H, D] for query [1, H, N, D], key and value [1, K, N, D]."""
+        ...
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    layout: AttentionLayout | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if layout is None:
+        raise RuntimeError(
+            f"{type(module).__name__} does not hand its keyword arguments to attention; Pellucid cannot run this architecture"
+        )
+    if softcap is not None or s_aux is not None:
+        raise RuntimeError(
+            f"{type(module).__name__} uses soft-capped or sink attention, which the packed attention does not compute"
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    return layout.attend(layer, query, key, value, scale=scale, window=sliding_window), None
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="pellucid"` known to transformers; no mask is built, the layout knows."""
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+@dataclass(slots=True)
+class SegmentBucket:
+    """R segments of similar length, right-padded; query i of segment r sees keys j ≤ i + offset[r]."""
+
+    query_index: torch.Tensor
+    """[R, Lq] int64 token positions in the pack; padding points at token 0 and its output is dropped."""
+    key_index: torch.Tensor
+    """[R, Lk] int64 token positions in the pack."""
+    offset: torch.Tensor
+    """[R] int64 number of keys before the segment's first query (the shared prompt's length, or 0)."""
+    causal: bool
+    """True when every offset is 0, so that the kernel's own causal mask serves."""
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Return the [R, 1, Lq, Lk] bool mask, or None where the causal flag says it all."""
+        if self.causal and window is None:
+            return None
+        queries = torch.arange(self.query_index.shape[1], device=self.offset.device)[:, None]
+        keys = torch.arange(self.key_index.shape[1], device=self.offset.device)
+        last = queries + self.offset[:, None, None]
+        mask = keys <= last
+        if window is not None:
+            mask &= keys > last - window
+        return mask[:, None]
+
+
+class PackedAttention:
+    """Attention over a pack of N tokens in which each segment sees its own tokens and its prompt, nothing else."""
+
+    def __init__(self, buckets: list[SegmentBucket], num_tokens: int) -> None:
+        device = buckets[0].query_index.device
+        self.buckets = buckets
+        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
+        # Row of the concatenated bucket outputs that holds each token; padding rows point at token 0 and come first.
+        flat = torch.cat([bucket.query_index.reshape(-1) for bucket in buckets])
+        self._output_row = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        real = torch.cat([self._real_queries(bucket) for bucket in buckets])
+        rows = torch.arange(flat.numel(), device=device)[real]
+        self._output_row[flat[real]] = rows
+
+    @staticmethod
+    def _real_queries(bucket: SegmentBucket) -> torch.Tensor:
+        width = bucket.query_index.shape[1]
+        first = bucket.query_index[:, :1]
+        steps = torch.arange(width, device=first.device)
+        # A segment's tokens are consecutive in the pack, so padding is where the run breaks.
+        return (bucket.query_index == first + steps).reshape(-1)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Return [1, N, H, D]; see `AttentionLayout`."""
+        query_NHD, key_NKD, value_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if window not in self._masks:
+            self._masks[window] = [bucket.mask(window) for bucket in self.buckets]
+        outputs = []
+        for bucket, mask in zip(self.buckets, self._masks[window]):
+            q, k, v = (
+                _gather(query_NHD, bucket.query_index),
+                _gather(key_NKD, bucket.key_index),
+                _gather(value_NKD, bucket.key_index),
+            )
+            output = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+        return _take_rows(torch.cat(outputs), self._output_row)[None]
+
+
+class PaddedAttention:
+    """Plain causal attention over right-padded [B, L] rows: the reference that packing is tested against."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Return [B, L, H, D]; padding lies to the right of every real token, so causality hides it."""
+        mask = None
+        if window is not None:
+            positions = torch.arange(query.shape[2], device=query.device)
+            distance = positions[:, None] - positions
+            mask = (distance >= 0) & (distance < window)
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2)
+
+
+def _gather(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[N, H, D] tokens at [R, L] positions → [R, H, L, D]."""
+    return _take_rows(tokens, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2)
+
+
+def _take_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[N, H, D] tokens at [M] positions → [M, H, D].
+
+    An embedding look-up rather than an index: its backward sums the rows in parallel and in a fixed order.
+    """
+    return F.embedding(index, tokens.flatten(1)).unflatten(1, tokens.shape[1:])

@@ -1,0 +1,208 @@
+"""Loading and saving of Hugging Face causal language models and their tokenizers.
+
+A model is named by a folder, a hub id, or `builtin` (the one shipped in the package). Weights are float32 masters; a run in
+bf16 computes under autocast, so that small updates are never rounded away.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from pellucid.errors import UserError
+from pellucid.training.common.attention import NAME, register_attention
+
+BUILTIN = "builtin"
+BUILTIN_FOLDER = Path(__file__).parents[2] / "assets" / "builtin"
+
+# What our attention and head compute differs from the architecture when one of these is set in its config.
+_UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def model_folder(path: str) -> str:
+    """Return what transformers should load for `path`: the shipped folder for `builtin`, else `path` itself.
+
+    Raises:
+        UserError: the path looks like a folder and is none, or has no config or no weights.
+    """
+    field = "actor_rollout_ref.model.path"
+    if path == BUILTIN:
+        return str(BUILTIN_FOLDER)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                field,
+                f"the folder '{folder}' has no config.json, so it is not a Hugging Face model.",
+                "A checkpoint of a run becomes a model folder with: pellucid export RUN --out FOLDER",
+            )
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            raise UserError(
+                field,
+                f"the folder '{folder}' has a config but no weights (*.safetensors).",
+                "Download or export the whole model.",
+            )
+        return str(folder)
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(
+            field, f"the folder '{folder}' does not exist.", "Give a model folder, a hub id 'owner/name', or 'builtin'."
+        )
+    return path
+
+
+def load_model(
+    path: str,
+    *,
+    device: torch.device,
+    override_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+) -> PreTrainedModel:
+    """Return the causal LM in float32 on `device`, with Pellucid's attention and without dropout.
+
+    Raises:
+        UserError: the model cannot be found or read, or its architecture computes something the packed path does not.
+    """
+    register_attention()
+    folder = model_folder(path)
+    try:
+        with _Quiet():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **(override_config or {}))
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=NAME,
+                trust_remote_code=trust_remote_code,
+            )
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise UserError(
+            "actor_rollout_ref.model.path",
+            f"'{path}' cannot be loaded as a causal language model: {_first_line(error)}",
+            "Is it a complete Hugging Face model folder or a hub id this machine can reach?",
+        ) from error
+    return _prepare(model, device, gradient_checkpointing)
+
+
+def init_model(config_fields: dict[str, Any], *, seed: int, device: torch.device) -> PreTrainedModel:
+    """Return a randomly initialised causal LM of the given transformers config (`model_type` and its fields)."""
+    register_attention()
+    fields = dict(config_fields)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    return _prepare(model, device, gradient_checkpointing=False)
+
+
+def _prepare(model: PreTrainedModel, device: torch.device, gradient_checkpointing: bool) -> PreTrainedModel:
+    set_fields = [name for name in _UNSUPPORTED if model.config.to_dict().get(name) not in (None, 1, 1.0)]
+    if set_fields:
+        raise UserError(
+            "actor_rollout_ref.model.path",
+            f"{type(model).__name__} sets {', '.join(set_fields)}, which the packed path does not compute.",
+            "Use an architecture without it (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
+        )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # the policy that is trained must be the policy that sampled
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder, hub id or `builtin`.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    folder = str(BUILTIN_FOLDER) if path == BUILTIN else path
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "actor_rollout_ref.model.tokenizer_path",
+            f"no tokenizer can be loaded from '{path}': {_first_line(error)}",
+            "Set tokenizer_path to a folder that holds tokenizer.json.",
+        ) from error
+
+
+def save_hf_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a folder that plain `transformers` loads with identical logits (up to `dtype`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: value.detach().to("cpu", dtype) for name, value in model.state_dict().items()}
+    stored_dtype = model.config.dtype
+    model.config.dtype = dtype
+    try:
+        with _Quiet():
+            model.save_pretrained(folder, state_dict=state)
+            tokenizer.save_pretrained(folder)
+    finally:
+        model.config.dtype = stored_dtype
+
+
+def model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the tensors that make up the model's state, tied ones once: parameters and persistent buffers."""
+    persistent = model.state_dict().keys()
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in persistent
+    }
+
+
+def load_weights(model: PreTrainedModel, file: Path) -> None:
+    """Copy a checkpoint's `model.safetensors` into the model, in place.
+
+    Raises:
+        UserError: the file's tensors are not this model's.
+    """
+    stored, own = load_file(file), model_tensors(model)
+    wrong = [
+        name
+        for name in stored.keys() | own.keys()
+        if name not in stored or name not in own or stored[name].shape != own[name].shape
+    ]
+    if wrong:
+        raise UserError(
+            "trainer.resume_mode",
+            f"the checkpoint '{file.parent}' is of another model: '{sorted(wrong)[0]}' does not match.",
+            "Set actor_rollout_ref.model.path as in the run that wrote it, or trainer.resume_mode=disable.",
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(stored[name])
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every id that ends a response: the generation config's and the tokenizer's."""
+    generation = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = generation if isinstance(generation, list) else [generation]
+    return sorted({int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})  # pyright: ignore[reportArgumentType]
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Return the number of distinct parameters; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class _Quiet:
+    """Silence transformers' progress bars and advice while loading or saving."""
+
+    def __enter__(self) -> None:
+        self._verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self._verbosity)
+        transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

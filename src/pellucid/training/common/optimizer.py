@@ -1,0 +1,90 @@
+"""AdamW, gradient clipping and the learning-rate schedule.
+
+The rate is a function of the number of optimizer steps done, so a resumed run needs no scheduler state.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Linear warm-up to `lr`, then constant, linear or cosine decay to `min_lr_ratio * lr` at `total_steps`."""
+
+    lr: float
+    warmup_steps: int
+    total_steps: int
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = 0.0
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of the optimizer step after `step` finished ones."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return self.lr
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        decay = 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
+
+
+@dataclass(slots=True)
+class ScheduledAdamW:
+    """AdamW (arXiv 1711.05101) over a model's trainable parameters, with clipping and a schedule."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    schedule: Schedule
+    weight_decay: float
+    betas: tuple[float, float]
+    grad_clip: float
+    num_steps: int = 0
+    """Optimizer steps done."""
+    _adamw: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Betas as Python floats and a fused kernel: one pass over parameters, gradients and moments.
+        self._adamw = torch.optim.AdamW(
+            self.parameters.values(), lr=self.schedule.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
+        )
+
+    def clip(self) -> float:
+        """Scale gradients to the global norm `grad_clip` and return the norm before; a non-finite one scales nothing."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
+        if torch.isfinite(norm) and norm > self.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.grad_clip, norm)
+        return float(norm)
+
+    def step(self) -> float:
+        """Apply one update, drop the gradients and return the learning rate used."""
+        lr = self.schedule.lr_at(self.num_steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self.zero_grad()
+        self.num_steps += 1
+        return lr
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Return `<parameter>.exp_avg`, `.exp_avg_sq` and `.step` for every parameter that has been updated."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self._adamw.state.get(parameter, {}).items()
+        }
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
+        """Restore what `state_tensors` returned, after `num_steps` optimizer steps."""
+        self._adamw.state.clear()
+        for full_name, value in tensors.items():
+            name, _, key = full_name.rpartition(".")
+            parameter = self.parameters[name]
+            device = parameter.device if key != "step" or parameter.device.type != "cpu" else torch.device("cpu")
+            self._adamw.state[parameter][key] = value.to(device)
+        self.num_steps = num_steps

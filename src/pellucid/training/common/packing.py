@@ -1,0 +1,208 @@
+"""Packing of ragged sequences: which go into a micro-batch, and how a micro-batch becomes model input.
+
+Sequences of a group lie side by side and share their prompt: it is in the pack once, each response attends to it.
+The engine feeds `ModelInput` to the model and scatters per-token results back to [B, T] with `scatter`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from pellucid.training.common.attention import AttentionLayout, PackedAttention, PaddedAttention, SegmentBucket
+from pellucid.types import Rollout
+
+# Segments of one attention call differ in length by at most this factor, which bounds the padding inside attention.
+MAX_LENGTH_SPREAD = 1.34
+
+
+@dataclass(slots=True)
+class TokenSequence:
+    """A prompt and the response to be scored or trained on."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    group: int
+    """Sequences with the same group have the same prompt, which is then computed once."""
+
+
+@dataclass(slots=True)
+class ModelInput:
+    """One micro-batch as the model takes it: N input tokens, M response tokens to predict."""
+
+    input_ids: torch.Tensor
+    """[1, N] packed, or [B, L] padded."""
+    position_ids: torch.Tensor
+    """Same shape: positions restart with every sequence; a response continues its prompt's."""
+    layout: AttentionLayout
+    predict_index: torch.Tensor
+    """[M] rows of the flattened hidden states that predict the response tokens."""
+    target_ids: torch.Tensor
+    """[M] the response tokens, sequence after sequence."""
+    row: torch.Tensor
+    """[M] sequence index of each response token within the micro-batch."""
+    column: torch.Tensor
+    """[M] its position in the response."""
+    num_real_tokens: int
+    """Input tokens that are not padding."""
+
+    def scatter(self, values: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+        """Place [M] per-token values into a right-padded [num_rows, width] tensor of zeros, keeping the gradient."""
+        return values.new_zeros(num_rows, width).index_put((self.row, self.column), values)
+
+
+def sequences_of(rollouts: list[Rollout]) -> list[TokenSequence]:
+    """Return the engine's view of `rollouts`; groups are the distinct prompts."""
+    group_of: dict[str, int] = {}
+    return [
+        TokenSequence(r.prompt.token_ids, r.token_ids, group_of.setdefault(r.prompt.uid, len(group_of)))
+        for r in rollouts
+    ]
+
+
+def split_micro_batches(
+    sequences: list[TokenSequence], *, max_tokens: int | None, max_sequences: int | None, share_prompts: bool
+) -> list[list[int]]:
+    """Split into micro-batches, keeping groups together so that a prompt is packed as few times as possible.
+
+    Args:
+        sequences: what to split, in batch order.
+        max_tokens: token budget of one micro-batch, or None.
+        max_sequences: most sequences in one micro-batch, or None.
+        share_prompts: whether a group's prompt counts once.
+
+    Returns:
+        Row indices of each micro-batch; every row appears once.
+
+    Raises:
+        ValueError: one sequence alone is over the token budget.
+    """
+    order = sorted(range(len(sequences)), key=lambda row: sequences[row].group)
+    batches: list[list[int]] = []
+    tokens, last_group = 0, -1
+    for row in order:
+        sequence = sequences[row]
+        alone = _num_tokens(sequence, with_prompt=True)
+        if max_tokens is not None and alone > max_tokens:
+            raise ValueError(f"a sequence of {alone} tokens is over the micro-batch budget of {max_tokens} tokens")
+        cost = _num_tokens(sequence, with_prompt=not (share_prompts and sequence.group == last_group))
+        full = (
+            not batches
+            or (max_tokens is not None and tokens + cost > max_tokens)
+            or (max_sequences is not None and len(batches[-1]) >= max_sequences)
+        )
+        if full:
+            batches.append([])
+            tokens, cost = 0, alone
+        batches[-1].append(row)
+        tokens, last_group = tokens + cost, sequence.group
+    return batches
+
+
+def _num_tokens(sequence: TokenSequence, *, with_prompt: bool) -> int:
+    # The last response token predicts nothing, so it is never fed to the model.
+    return max(len(sequence.response_ids) - 1, 0) + (len(sequence.prompt_ids) if with_prompt else 0)
+
+
+def pack(sequences: list[TokenSequence], device: torch.device, *, share_prompts: bool = True) -> ModelInput:
+    """Lay `sequences` end to end as one row of N tokens; prompts of a group appear once.
+
+    Args:
+        sequences: the micro-batch; a group's sequences must be neighbours to share their prompt.
+        device: where the tensors go.
+        share_prompts: False repeats the prompt for each sequence.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    segments: list[tuple[range, list[int]]] = []
+    predict: list[int] = []
+    start = 0
+    while start < len(sequences):
+        prompt, end = sequences[start].prompt_ids, start + 1
+        while share_prompts and end < len(sequences) and sequences[end].group == sequences[start].group:
+            end += 1
+        prompt_at = range(len(ids), len(ids) + len(prompt))
+        ids += prompt
+        positions += range(len(prompt))
+        alone = end - start == 1
+        if not alone:
+            segments.append((prompt_at, list(prompt_at)))
+        for sequence in sequences[start:end]:
+            fed = sequence.response_ids[:-1]
+            at = range(len(ids), len(ids) + len(fed))
+            ids += fed
+            positions += range(len(prompt), len(prompt) + len(fed))
+            if alone:
+                whole = range(prompt_at.start, at.stop)
+                segments.append((whole, list(whole)))
+            elif fed:
+                segments.append((at, [*prompt_at, *at]))
+            if sequence.response_ids:
+                predict += [prompt_at.stop - 1, *at]
+        start = end
+    layout = PackedAttention(_bucket(segments, device), len(ids))
+    return _model_input(
+        sequences,
+        torch.tensor([ids], device=device),
+        torch.tensor([positions], device=device),
+        layout,
+        predict,
+        len(ids),
+    )
+
+
+def pad(sequences: list[TokenSequence], device: torch.device) -> ModelInput:
+    """Lay `sequences` out as right-padded rows [B, L]: what packing replaces, kept as its reference."""
+    rows = [s.prompt_ids + s.response_ids[:-1] for s in sequences]
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
+    positions = torch.arange(length, device=device).expand(len(rows), -1)
+    predict = [
+        index * length + len(s.prompt_ids) - 1 + t
+        for index, s in enumerate(sequences)
+        for t in range(len(s.response_ids))
+    ]
+    return _model_input(sequences, ids, positions, PaddedAttention(), predict, sum(map(len, rows)))
+
+
+def _model_input(
+    sequences: list[TokenSequence],
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    layout: AttentionLayout,
+    predict: list[int],
+    num_real_tokens: int,
+) -> ModelInput:
+    device = input_ids.device
+    targets = [token for s in sequences for token in s.response_ids]
+    rows = [row for row, s in enumerate(sequences) for _ in s.response_ids]
+    columns = [column for s in sequences for column in range(len(s.response_ids))]
+    tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (predict, targets, rows, columns))
+    return ModelInput(input_ids, position_ids, layout, *tensors, num_real_tokens)
+
+
+def _bucket(segments: list[tuple[range, list[int]]], device: torch.device) -> list[SegmentBucket]:
+    """Group segments of like kind and length, longest first."""
+    buckets: list[SegmentBucket] = []
+    for shared in (False, True):
+        kind = sorted(
+            (s for s in segments if (len(s[1]) > len(s[0])) == shared),
+            key=lambda s: (len(s[1]), len(s[0])),
+            reverse=True,
+        )
+        members: list[tuple[range, list[int]]] = []
+        for segment in kind:
+            if members and len(members[0][1]) > MAX_LENGTH_SPREAD * len(segment[1]) + 8:
+                buckets.append(_make_bucket(members, device))
+                members = []
+            members.append(segment)
+        if members:
+            buckets.append(_make_bucket(members, device))
+    return buckets
+
+
+def _make_bucket(members: list[tuple[range, list[int]]], device: torch.device) -> SegmentBucket:
+    width_q, width_k = max(len(query) for query, _ in members), max(len(keys) for _, keys in members)
+    query_index = torch.tensor([[*query, *[0] * (width_q - len(query))] for query, _ in members], device=device)
+    key_index = torch.tensor([keys + [0] * (width_k - len(keys)) for _, keys in members], device=device)
+    offset = torch.tensor([len(keys) - len(query) for query, keys in members], device=device)
+    return SegmentBucket(query_index, key_index, offset, causal=not bool(offset.any()))
