@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pellucid import seeding
 from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
-from pellucid.rollout.native.packed_linear import PackedLinears
+from pellucid.rollout.native.packed_linear import packed_linears, packing_pays
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.protocol import Progress, SamplingParams
 from pellucid.training.fsdp import Fsdp2Engine
@@ -59,7 +59,6 @@ class NativeRolloutEngine:
     ) -> None:
         self._actor, self._tokenizer, self._eos = actor, tokenizer, frozenset(eos_token_ids)
         self._max_num_seqs, self._max_prefill_tokens, self._seed = max_num_seqs, max_num_batched_tokens, seed
-        self._packed = PackedLinears(actor.model) if PackedLinears.supported(actor.device, actor.dtype) else None
 
     def sync_weights(self) -> None:
         """Nothing to do: the engine reads the actor's own weights."""
@@ -79,8 +78,8 @@ class NativeRolloutEngine:
         self._actor.model.eval()
         with ExitStack() as stack:
             stack.enter_context(self._actor.autocast())
-            if self._packed is not None and rows:
-                stack.enter_context(self._packed.installed(rows))
+            if packing_pays(self._actor.device, self._actor.dtype):
+                stack.enter_context(packed_linears(self._actor.model, rows))
             while run.unfinished:
                 run.admit()
                 finished = run.release()
