@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pellucid.devices import measure_gemm_flops
+from pellucid.devices import keep_freed_memory, measure_gemm_flops
 from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, num_parameters
 from pellucid.training.common.optimizer import ScheduledAdamW, Schedule
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
@@ -40,6 +40,7 @@ class Setup:
     prompts: list[Prompt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        keep_freed_memory()
         rows = make_prompts(self.model_path, 8)
         self.prompts = [Prompt(f"bench:{index}", row["token_ids"], row["text"], "bench") for index, row in enumerate(rows)]
         self.model, self.tokenizer = load_model(self.model_path, device=CPU), load_tokenizer(self.model_path)

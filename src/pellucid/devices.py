@@ -3,6 +3,8 @@
 Everything that must know the kind of device asks here; nothing else in the package names one.
 """
 
+import ctypes
+import sys
 import time
 from functools import lru_cache
 
@@ -33,6 +35,23 @@ def choose_device(name: str) -> torch.device:
             "Set trainer.device=auto, or install a torch build for that device.",
         )
     return torch.device(name)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc's allocator to reuse freed memory rather than hand it back to the kernel; nothing elsewhere.
+
+    A training pass on CPU frees and allocates the same tens of megabytes thousands of times. By default each such block is
+    a fresh mapping whose pages the kernel zeroes again: measured, a fifth to a third of an update's time.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # musl
+        return
+    mallopt = libc.mallopt
+    trim_threshold, mmap_max = -1, -4
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
 
 
 def synchronize(device: torch.device) -> None:

@@ -146,6 +146,7 @@ def build_run(
     config: RunConfig, run_dir: RunDir, inputs: Inputs, open_tracker: Callable[[int | None], Trackers], first_step: int
 ) -> Run:
     """Load the model and assemble the run; its state is that of a fresh start until `restore` is called."""
+    devices.keep_freed_memory()
     device = devices.choose_device(config.trainer.device)
     dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
     actor_config, rollout_config = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout

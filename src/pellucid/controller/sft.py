@@ -56,6 +56,7 @@ def build_sft(config: SftConfig, run_dir: RunDir) -> SftRun:
     Raises:
         UserError: see `load_examples`, `load_model` and `CheckpointStore.verify`.
     """
+    devices.keep_freed_memory()
     device = devices.choose_device(config.trainer.device)
     model_config, trainer = config.model, config.trainer
     tokenizer_path = model_config.tokenizer_path or model_config.path
