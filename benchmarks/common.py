@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from pellucid.devices import keep_freed_memory, measure_gemm_flops
-from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, num_parameters
-from pellucid.training.common.optimizer import ScheduledAdamW, Schedule
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
 from pellucid.rollout.native import NativeRolloutEngine
+from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, num_parameters
+from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
+from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
 from pellucid.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

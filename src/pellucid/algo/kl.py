@@ -27,5 +27,5 @@ def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.T
         return 0.5 * difference.square()
     if kind in ("low_var_kl", "k3"):
         x = (-difference).clamp(-20.0, 20.0)
-        return (x.exp() - x - 1).clamp(-10.0, 10.0)
+        return (torch.expm1(x) - x).clamp(-10.0, 10.0)  # expm1: near zero e^x − 1 is all cancellation
     raise ValueError(f"unknown KL estimator '{kind}'")

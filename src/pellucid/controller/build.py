@@ -28,7 +28,14 @@ from pellucid.roles.reference import Reference
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.protocol import RolloutEngine
 from pellucid.rundir import RunDir
-from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, model_folder, num_parameters
+from pellucid.training.common.models import (
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    num_parameters,
+    token_pieces,
+)
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
 from pellucid.types import Prompt
@@ -73,7 +80,7 @@ class Run:
 
     def token_pieces(self, ids: list[int]) -> list[str]:
         """Return what each token id looks like, for the rollout dump."""
-        return [self.tokenizer.decode([token]) for token in ids]
+        return token_pieces(self.tokenizer, ids)
 
     def close(self) -> None:
         """Stop worker processes and close files."""

@@ -3,7 +3,7 @@
 Trackers refuse a name that is not defined here, and `docs/metrics.md` is written from here:
 `python -m pellucid.metrics.table > docs/metrics.md`. In a name, `<task>`, `<stage>` and `<k>` stand for any value.
 """
-# ruff: noqa: E501 (one line a metric)
+
 
 from __future__ import annotations
 

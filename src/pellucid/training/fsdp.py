@@ -3,6 +3,7 @@
 With one process there is nothing to shard and the model runs as it is; sharding wraps `model` and changes nothing below.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from pellucid.training.common.logprobs import token_log_probs
-from pellucid.training.common.models import load_weights, model_tensors
+from pellucid.training.common.models import load_weights, model_tensors, output_head
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import ModelInput, TokenSequence, pack, pad, split_micro_batches
 from pellucid.training.protocol import LossFunction, NonFiniteError, Progress, TokenScores, UpdateResult
@@ -107,7 +108,7 @@ class Fsdp2Engine:
         self.version += 1
         return UpdateResult(scores, total_loss, grad_norm, lr)
 
-    def save(self, folder: Path, contents: list[str]) -> None:
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
         """See `TrainingEngine.save`: `model.safetensors` and `optimizer.safetensors`, bit for bit."""
         if "model" in contents:
             save_file(
@@ -118,7 +119,7 @@ class Fsdp2Engine:
             steps = torch.tensor([self.optimizer.num_steps, self.version])
             save_file({**self.optimizer.state_tensors(), _NUM_STEPS: steps}, folder / OPTIMIZER_FILE)
 
-    def load(self, folder: Path, contents: list[str]) -> None:
+    def load(self, folder: Path, contents: Sequence[str]) -> None:
         """See `TrainingEngine.load`.
 
         Raises:
@@ -147,7 +148,7 @@ class Fsdp2Engine:
                 input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout
             ).last_hidden_state
         predicting = hidden.flatten(0, 1)[inputs.predict_index]
-        head = self.model.get_output_embeddings().weight.to(self.dtype)
+        head = output_head(self.model).weight.to(self.dtype)
         return token_log_probs(predicting, head, inputs.target_ids, temperature=temperature, with_entropy=with_entropy)
 
     def autocast(self):

@@ -3,7 +3,7 @@
 Backends implement this; `roles/` is written against it. Shapes: B sequences, T response tokens (right-padded).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -83,10 +83,10 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def save(self, folder: Path, contents: list[str]) -> None:
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Write the asked-for parts (`model`, `optimizer`) into `folder`."""
         ...
 
-    def load(self, folder: Path, contents: list[str]) -> None:
+    def load(self, folder: Path, contents: Sequence[str]) -> None:
         """Restore the asked-for parts from `folder`."""
         ...

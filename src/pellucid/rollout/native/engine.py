@@ -17,6 +17,7 @@ from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAtten
 from pellucid.rollout.native.packed_linear import packed_linears, packing_pays
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.protocol import Progress, SamplingParams
+from pellucid.training.common.models import decode, output_head
 from pellucid.training.fsdp import Fsdp2Engine
 from pellucid.types import Prompt, Rollout
 
@@ -110,6 +111,8 @@ class _Generation:
             device=self._device,
             dtype=actor.dtype,
         )
+        # A token holds at least one byte of text, save for special ones; a little slack covers those.
+        self._stop_window = max((len(stop.encode()) for stop in params.stop), default=0) + 4
         self._waiting = deque((prompt, index) for index, prompt in enumerate(prompts))
         self._results: list[Rollout | None] = [None] * (len(prompts) * params.n)
         self._next_sample = 0
@@ -194,7 +197,7 @@ class _Generation:
         return decoder(input_ids=ids, position_ids=positions, use_cache=False, layout=layout).last_hidden_state[0]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.get_output_embeddings()(hidden).float()
+        return output_head(self._model)(hidden).float()
 
     def _draw(self, logits: torch.Tensor, rows: list[_Row]) -> None:
         """Draw one token for each of `rows` (the last active ones) from their logits [B, V]."""
@@ -235,18 +238,23 @@ class _Generation:
     def _finish_reason(self, row: _Row) -> str | None:
         if row.token_ids[-1] in self._engine._eos and not self._params.ignore_eos:
             return "stop"
-        if self._params.stop and self._stop_position(row) is not None:
+        if self._params.stop and self._ends_in_stop(row):
             return "stop"
         return "length" if len(row.token_ids) >= self._params.max_tokens else None
 
     def _stop_position(self, row: _Row) -> int | None:
         """Return where the first stop string begins in the decoded response, or None."""
-        text = self._engine._tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        text = decode(self._engine._tokenizer, row.token_ids, skip_special=True)
         found = [at for stop in self._params.stop if (at := text.find(stop)) >= 0]
         return min(found, default=None)
 
+    def _ends_in_stop(self, row: _Row) -> bool:
+        """Whether the newest token completes a stop string; only the tail that could hold one is decoded."""
+        tail = decode(self._engine._tokenizer, row.token_ids[-self._stop_window :], skip_special=True)
+        return any(stop in tail for stop in self._params.stop)
+
     def _rollout(self, row: _Row, reason: str) -> Rollout:
-        text = self._engine._tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        text = decode(self._engine._tokenizer, row.token_ids, skip_special=True)
         cut = self._stop_position(row) if self._params.stop else None
         return Rollout(
             row.prompt,

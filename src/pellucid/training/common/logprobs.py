@@ -3,6 +3,8 @@
 The [M, V] logits of a micro-batch never exist at once: each chunk's are made, reduced and dropped, in the backward pass again.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -14,7 +16,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """log softmax(h Wᵀ / temperature) at the targets, with entropies on request, recomputing logits in the backward pass."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy):
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> Any:
         num_tokens, vocabulary = hidden.shape[0], weight.shape[0]
         logp = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
         log_norm = torch.empty_like(logp)
@@ -32,7 +41,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_entropy):
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        grad_logp, grad_entropy = grad_outputs
         hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
         grad_logp = torch.zeros_like(log_norm) if grad_logp is None else grad_logp
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

@@ -107,6 +107,13 @@ def _prepare(model: PreTrainedModel, device: torch.device, gradient_checkpointin
             f"{type(model).__name__} sets {', '.join(set_fields)}, which the packed path does not compute.",
             "Use an architecture without it (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
         )
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise UserError(
+            "actor_rollout_ref.model.path",
+            f"{type(model).__name__} has an output head that is not a plain matrix, which the chunked log-probs need.",
+            "Use an architecture whose head has no bias (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
+        )
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the policy that sampled
@@ -146,6 +153,25 @@ def save_hf_model(
             tokenizer.save_pretrained(folder)
     finally:
         model.config.dtype = stored_dtype
+
+
+def output_head(model: PreTrainedModel) -> torch.nn.Linear:
+    """Return the layer from final hidden states to logits."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    return head
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, skip_special: bool = False) -> str:
+    """Return the text of token ids, spaces untouched."""
+    text = tokenizer.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """Return what each token id looks like on its own, for the rollout dump."""
+    return [decode(tokenizer, [token]) for token in ids]
 
 
 def model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

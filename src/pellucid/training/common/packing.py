@@ -176,8 +176,10 @@ def _model_input(
     targets = [token for s in sequences for token in s.response_ids]
     rows = [row for row, s in enumerate(sequences) for _ in s.response_ids]
     columns = [column for s in sequences for column in range(len(s.response_ids))]
-    tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (predict, targets, rows, columns))
-    return ModelInput(input_ids, position_ids, layout, *tensors, num_real_tokens)
+    predict_index, target_ids, row, column = (
+        torch.tensor(values, dtype=torch.int64, device=device) for values in (predict, targets, rows, columns)
+    )
+    return ModelInput(input_ids, position_ids, layout, predict_index, target_ids, row, column, num_real_tokens)
 
 
 def _bucket(segments: list[tuple[range, list[int]]], device: torch.device) -> list[SegmentBucket]:
