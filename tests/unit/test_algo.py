@@ -298,6 +298,14 @@ def test_k3_and_k2_are_not_negative(q, p):
         assert float(kl_penalty(torch.tensor(q), torch.tensor(p), kind)) >= 0
 
 
+def test_k3_is_exact_for_small_gaps():
+    gap = torch.tensor([1e-6, -1e-5, 1e-4, -1e-3])
+    exact = torch.expm1(gap.double()) - gap.double()
+    assert kl_penalty(-gap, torch.zeros(4), "k3").tolist() == [
+        pytest.approx(x, rel=1e-3, abs=1e-10) for x in exact.tolist()
+    ]
+
+
 def test_estimators_have_the_expectation_of_the_kl():
     policy, reference = (noise((7,), seed).double().log_softmax(-1) for seed in (1, 2))
     exact = float((policy.exp() * (policy - reference)).sum())
