@@ -3,6 +3,7 @@
 Status: 0 done, 1 the run failed, 2 the input is wrong, 128 + n stopped by signal n. Torch is imported inside commands only.
 """
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -126,6 +127,13 @@ def main() -> None:
             text.append(f"\n{error.remedy}", style="bold")
         error_console.print(Panel(text, title=Text(error.field), title_align="left", border_style="red"))
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = error.filename or "the run directory"
+        message = f"the disk is full ({where}). Free some space and start the same command again to continue."
+        error_console.print(message, style="red", markup=False)
+        sys.exit(1)
     except KeyboardInterrupt:
         error_console.print("interrupted", style="red")
         sys.exit(130)

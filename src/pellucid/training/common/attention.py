@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from pellucid.errors import UserError
+
 NAME = "pellucid"
 
 
@@ -46,16 +48,20 @@ def _attend(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     if layout is None:
-        raise RuntimeError(
-            f"{type(module).__name__} does not hand its keyword arguments to attention; Pellucid cannot run this architecture"
-        )
+        raise _unsupported(module, "does not hand its keyword arguments on to attention")
     if softcap is not None or s_aux is not None:
-        raise RuntimeError(
-            f"{type(module).__name__} uses soft-capped or sink attention, which the packed attention does not compute"
-        )
+        raise _unsupported(module, "uses soft-capped or sink attention, which the packed attention does not compute")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     return layout.attend(layer, query, key, value, scale=scale, window=sliding_window), None
+
+
+def _unsupported(module: torch.nn.Module, why: str) -> UserError:
+    return UserError(
+        "actor_rollout_ref.model.path",
+        f"{type(module).__name__} {why}.",
+        "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
+    )
 
 
 def register_attention() -> None:
