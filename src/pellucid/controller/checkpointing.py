@@ -15,8 +15,8 @@ from pellucid.training.common.models import save_hf_model
 STATE_FILE, HF_FOLDER = "trainer_state.json", "hf_model"
 
 
-def save_checkpoint(run: Run, step: int) -> int:
-    """Write the checkpoint of a finished step and return the step.
+def save_checkpoint(run: Run, step: int) -> None:
+    """Write the checkpoint of a finished step.
 
     Raises:
         UserError: the disk is full; earlier checkpoints are whole.
@@ -32,7 +32,6 @@ def save_checkpoint(run: Run, step: int) -> int:
             save_hf_model(run.model, run.tokenizer, folder / HF_FOLDER)
 
     run.store.save(step, write)
-    return step
 
 
 def find_checkpoint(config: RunConfig, store: CheckpointStore) -> Path | None:

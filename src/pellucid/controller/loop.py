@@ -15,7 +15,7 @@ from pellucid.console import console
 from pellucid.controller.build import Run
 from pellucid.controller.checkpointing import save_checkpoint
 from pellucid.controller.interrupt import StopRequested, stop_on_signals
-from pellucid.controller.step import train_step
+from pellucid.controller.step import speed_metrics, train_step
 from pellucid.controller.validation import validate
 from pellucid.profiler.spans import Stage
 
@@ -29,27 +29,27 @@ def train(run: Run) -> None:
     """
     trainer = run.config.trainer
     with stop_on_signals() as stop, run.display:
-        if run.first_step == 1 and trainer.val_before_train:
-            run.log(0, validate(run, step=0))
-        last_saved = run.first_step - 1
+        if run.first_step == 1 and trainer.val_before_train and run.val_prompts:
+            run.log(0, validate(run, step=0) | run.spans.step_timings())
         for step in range(run.first_step, run.total_steps + 1):
             metrics = train_step(run, step)
-            last = step == run.total_steps or stop.requested
-            if run.val_prompts and (step == run.total_steps or _due(step, trainer.test_freq)):
+            last = step == run.total_steps
+            if run.val_prompts and (last or _due(step, trainer.test_freq)):
                 metrics |= validate(run, step=step)
-            run.log(step, metrics)
-            if last or _due(step, trainer.save_freq):
+            # The line goes out before the checkpoint: a kill in between repeats the step and its line, and loses neither.
+            run.log(step, metrics | speed_metrics(run, metrics["perf/total_num_tokens"]))
+            stopping = stop.requested
+            if last or stopping or _due(step, trainer.save_freq):
                 run.display.stage(Stage.SAVE_CHECKPOINT)
                 with run.spans.span(Stage.SAVE_CHECKPOINT, step=step):
-                    last_saved = save_checkpoint(run, step)
-            if stop.requested and step < run.total_steps:
+                    save_checkpoint(run, step)
+            if stopping and not last:
                 console.print(
                     f"stopped after step {step}; checkpoint written. {run.total_steps - step} steps remain: "
                     "start the same command again to continue.",
                     markup=False,
                 )
                 raise StopRequested(stop.signal_number)
-    assert last_saved == run.total_steps or run.first_step > run.total_steps
 
 
 def _due(step: int, frequency: int) -> bool:

@@ -20,7 +20,7 @@ from pellucid.types import Batch, Rollout
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
-    """Run one step and return its metrics (validation and checkpoint are the loop's).
+    """Run one step and return its metrics (validation, checkpoint and timings are the loop's).
 
     Raises:
         NonFiniteError: NaN or Inf in the update; the batch is in `failures/` of the run.
@@ -50,7 +50,6 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         metrics |= policy_gap_metrics(run, batch)
         if config.trainer.dump_rollouts:
             write_rollouts(run.run_dir.rollouts(step), rollouts, step, pieces=run.token_pieces)
-    metrics |= speed_metrics(run, batch)
     return metrics | {"training/global_step": step, "training/epoch": epoch}
 
 
@@ -125,7 +124,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     scores = torch.tensor([rollout.reward for rollout in batch.rollouts if rollout.reward is not None])
     cut = sum(rollout.finish_reason == "length" for rollout in batch.rollouts) / len(batch)
     return (
-        {"response_length/clip_ratio": cut}
+        {"response_length/clip_ratio": cut, "perf/total_num_tokens": float(lengths.sum() + prompts.sum())}
         | _spread("critic/score", scores)
         | _spread("response_length", lengths)
         | _spread("prompt_length", prompts)
@@ -152,10 +151,14 @@ def staleness_metrics(run: Run, batch: Batch) -> dict[str, float]:
     return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 
 
-def speed_metrics(run: Run, batch: Batch) -> dict[str, float]:
-    """Return the step's timings, throughput and utilisation; call it once, after the step's spans have closed."""
+def speed_metrics(run: Run, num_tokens: float) -> dict[str, float]:
+    """Return timings since the last call, throughput and utilisation.
+
+    Args:
+        run: whose spans and token counts are read and reset.
+        num_tokens: prompt and response tokens of the step's samples.
+    """
     timings = run.spans.step_timings()
-    tokens = sum(len(rollout.prompt.token_ids) + len(rollout.token_ids) for rollout in batch.rollouts)
     training_s = sum(
         timings.get(f"timing_s/{stage}", 0.0)
         for stage in (Stage.ACTOR_COMPUTE_LOG_PROB, Stage.REF_COMPUTE_LOG_PROB, Stage.ACTOR_UPDATE)
@@ -166,9 +169,8 @@ def speed_metrics(run: Run, batch: Batch) -> dict[str, float]:
     return (
         timings
         | {
-            "perf/total_num_tokens": tokens,
             "perf/time_per_step": step_s,
-            "perf/throughput": tokens / step_s,
+            "perf/throughput": num_tokens / step_s,
             "perf/mfu": flops / training_s / devices.peak_flops(run.device, run.dtype) if training_s else 0.0,
         }
         | devices.memory_gb(run.device)

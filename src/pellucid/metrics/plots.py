@@ -30,7 +30,7 @@ def training_minutes(rows: list[dict[str, Any]]) -> list[float]:
     total_s, minutes = 0.0, []
     for row in rows:
         if row["step"] > 0:
-            total_s += row.get("timing_s/step", 0.0) - row.get("timing_s/validate", 0.0)
+            total_s += row.get("timing_s/step", 0.0)
         minutes.append(total_s / 60)
     return minutes
 

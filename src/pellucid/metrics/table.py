@@ -65,11 +65,11 @@ _DEFINITIONS = [
     Metric("train/grad_norm", "1", "L2 norm of the gradient of supervised training, before clipping."),
     Metric("train/lr", "1", "Learning rate of supervised training."),
 
-    Metric("timing_s/step", "s", "Wall time of the whole step."),
-    Metric("timing_s/<stage>", "s", "Wall time of one stage of the step."),
+    Metric("timing_s/step", "s", "Wall time of the step from prompts to updated weights; validation and checkpoint are not in it."),
+    Metric("timing_s/<stage>", "s", "Wall time of one stage; a checkpoint's is on the line after it, as a line is written before its checkpoint."),
 
     Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step's samples."),
-    Metric("perf/time_per_step", "s", "Wall time of the step, validation and checkpoint left out."),
+    Metric("perf/time_per_step", "s", "The same as `timing_s/step`, under verl's name."),
     Metric("perf/throughput", "tokens/s/device", "Tokens of the step per second and device."),
     Metric("perf/mfu", "fraction", "6 × parameters × tokens of the actor update (2 × of forward-only passes) over the device's peak in that time."),
     Metric("perf/max_memory_allocated_gb", "GB", "Largest device memory allocated so far."),
