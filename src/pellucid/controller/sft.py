@@ -167,9 +167,10 @@ def train_sft(run: SftRun, trackers: Trackers) -> Path:
                 metrics |= {"val/loss": held_out_loss(run)}
             trackers.log(step, metrics)
             display.finish_step(step, metrics)
-            if step == run.total_steps or stop.requested or _due(step, trainer.save_freq):
+            stopping = stop.requested
+            if step == run.total_steps or stopping or _due(step, trainer.save_freq):
                 run.store.save(step, lambda folder, step=step: _write(run, folder, step))
-            if stop.requested and step < run.total_steps:
+            if stopping and step < run.total_steps:
                 raise StopRequested(stop.signal_number)
     folder = run.run_dir.path / "model"
     save_hf_model(run.model, run.tokenizer, folder)
