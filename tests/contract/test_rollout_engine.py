@@ -1,0 +1,403 @@
+"""What every rollout engine must do: sample the trainer's current policy, the same way whatever else is in the batch.
+
+An engine joins by adding its constructor to `ENGINES`.
+"""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import ARCHITECTURES, CPU, EOS, VOCABULARY, plain_copy, tiny_model
+
+from pellucid.rollout.native import NativeRolloutEngine
+from pellucid.rollout.native.sampling import draw_tokens
+from pellucid.rollout.protocol import RolloutEngine, SamplingParams
+from pellucid.training.common.models import load_tokenizer
+from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
+from pellucid.training.common.packing import sequences_of
+from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.types import Prompt, Rollout
+
+TOKENIZER = load_tokenizer("builtin")
+
+
+def trainer(name="llama", *, dtype=torch.float32) -> Fsdp2Engine:
+    return Fsdp2Engine(tiny_model(name), None, MicroBatching(None, None), device=CPU, dtype=dtype)
+
+
+def _native(actor: Fsdp2Engine, *, max_num_seqs=256, max_num_batched_tokens=8192, seed=0) -> RolloutEngine:
+    return NativeRolloutEngine(
+        actor, TOKENIZER, [EOS], max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, seed=seed
+    )
+
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": _native}
+
+
+@pytest.fixture(params=ENGINES)
+def make_engine(request) -> Callable[..., RolloutEngine]:
+    return ENGINES[request.param]
+
+
+def some_prompts(count=5) -> list[Prompt]:
+    """Prompts of 3 to 16 tokens, longer than the sliding window among them."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = [3, 11, 7, 16, 4, 9, 5, 13][:count]
+    ids = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [Prompt(f"p{i}", tokens, TOKENIZER.decode(tokens), "t") for i, tokens in enumerate(ids)]
+
+
+def ids(rollouts: list[Rollout]) -> dict[tuple[str, int], list[int]]:
+    return {(r.prompt.uid, r.sample): r.token_ids for r in rollouts}
+
+
+def assert_same(rollouts: list[Rollout], expected: list[Rollout]) -> None:
+    """The same tokens for each prompt and sample, their log-probs to rounding."""
+    assert ids(rollouts) == ids(expected)
+    logprobs = {(r.prompt.uid, r.sample): r.logprobs for r in expected}
+    for r in rollouts:
+        assert r.logprobs == pytest.approx(logprobs[r.prompt.uid, r.sample], abs=2e-5)
+
+
+STREAM = ("rollout", 1)
+GREEDY = SamplingParams(do_sample=False, max_tokens=20)
+SAMPLED = SamplingParams(n=4, max_tokens=20, temperature=0.9)
+
+
+# --- the policy that is sampled ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_transformers_generate(make_engine, architecture):
+    actor, prompts = trainer(architecture), some_prompts()
+    plain = plain_copy(architecture, actor.model)
+    rollouts = make_engine(actor, max_num_seqs=3).generate(prompts, GREEDY, stream=STREAM)
+    lengths = set()
+    for rollout in rollouts:
+        start = torch.tensor([rollout.prompt.token_ids])
+        with torch.no_grad():
+            output = plain.generate(
+                start,
+                attention_mask=torch.ones_like(start),
+                do_sample=False,
+                max_new_tokens=20,
+                eos_token_id=EOS,
+                pad_token_id=0,
+            )
+        assert rollout.token_ids == output[0, start.shape[1] :].tolist()
+        lengths.add(len(rollout.token_ids))
+    assert max(lengths) > 10
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_the_training_engines(make_engine, architecture, temperature):
+    actor = trainer(architecture)
+    params = SamplingParams(n=4, max_tokens=20, temperature=temperature)
+    rollouts = make_engine(actor, max_num_seqs=7).generate(some_prompts(), params, stream=STREAM)
+    scores = actor.compute_log_probs(sequences_of(rollouts), temperature=temperature)
+    for row, rollout in enumerate(rollouts):
+        assert rollout.logprobs == pytest.approx(scores.logp[row, : len(rollout.token_ids)].tolist(), abs=1e-4)
+
+
+def test_narrowed_sampling_records_the_full_distribution(make_engine):
+    actor = trainer()
+    params = SamplingParams(n=4, max_tokens=20, top_k=3, top_p=0.8)
+    rollouts = make_engine(actor).generate(some_prompts(), params, stream=STREAM)
+    scores = actor.compute_log_probs(sequences_of(rollouts), temperature=1.0)
+    for row, rollout in enumerate(rollouts):
+        assert rollout.logprobs == pytest.approx(scores.logp[row, : len(rollout.token_ids)].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("narrow", "allowed"), [({"top_k": 1}, 1), ({"top_k": 3}, 3), ({"top_p": 1e-6}, 1)])
+def test_narrowed_sampling_stays_inside(make_engine, narrow, allowed):
+    actor = trainer()
+    plain = plain_copy("llama", actor.model)
+    rollouts = make_engine(actor).generate(some_prompts(2), SamplingParams(n=4, max_tokens=12, **narrow), stream=STREAM)
+    ranks = set()
+    for rollout in rollouts:
+        with torch.no_grad():
+            logits = plain(torch.tensor([rollout.prompt.token_ids + rollout.token_ids])).logits[0]
+        at = len(rollout.prompt.token_ids) - 1
+        ranks |= {int((logits[at + t] > logits[at + t, token]).sum()) for t, token in enumerate(rollout.token_ids)}
+    assert ranks == set(range(allowed))
+
+
+def test_new_weights_are_sampled_at_once(make_engine):
+    actor, other = trainer(), tiny_model("llama", seed=1)
+    engine = make_engine(actor)
+    before = engine.generate(some_prompts(), SAMPLED, stream=STREAM)
+    actor.model.load_state_dict(other.state_dict())
+    actor.version = 7
+    engine.sync_weights()
+    after = engine.generate(some_prompts(), SAMPLED, stream=STREAM)
+    fresh = make_engine(Fsdp2Engine(other, None, MicroBatching(None, None), device=CPU, dtype=torch.float32))
+    assert ids(after) == ids(fresh.generate(some_prompts(), SAMPLED, stream=STREAM)) != ids(before)
+    assert {version for r in before for version in r.versions} == {0}
+    assert {version for r in after for version in r.versions} == {7}
+    assert all(len(r.versions) == len(r.logprobs) == len(r.token_ids) for r in after)
+
+
+def test_the_model_trains_on_after_sampling(make_engine):
+    """Sampling leaves the model as it was: the same scores, no stand-in modules, and an update like any other."""
+    updates = []
+    for sample_first in (False, True):
+        actor = trainer()
+        actor.optimizer = ScheduledAdamW(
+            dict(actor.model.named_parameters()), Schedule(1e-3, 0, 10), 0.0, (0.9, 0.999), 1.0
+        )
+        if sample_first:
+            make_engine(actor).generate(some_prompts(), SAMPLED, stream=STREAM)
+            assert not any("forward" in vars(module) for module in actor.model.modules())
+        updates.append(
+            actor.train_mini_batch(
+                sequences_of(plain_rollouts()),
+                lambda rows, logp, entropy: -logp.sum(),
+                temperature=1.0,
+                with_entropy=True,
+            )
+        )
+    assert torch.equal(updates[0].scores.logp, updates[1].scores.logp)
+    assert updates[0].grad_norm == updates[1].grad_norm
+
+
+def plain_rollouts() -> list[Rollout]:
+    return [Rollout(prompt, 0, [4, 5, 6], [0.0] * 3, [0] * 3, "length") for prompt in some_prompts()]
+
+
+def test_bf16_records_what_it_sampled(make_engine):
+    actor = trainer(dtype=torch.bfloat16)
+    rollouts = make_engine(actor).generate(some_prompts(), SAMPLED, stream=STREAM)
+    scores = actor.compute_log_probs(sequences_of(rollouts), temperature=0.9)
+    gaps = [abs(a - float(scores.logp[row, t])) for row, r in enumerate(rollouts) for t, a in enumerate(r.logprobs)]
+    assert sum(gaps) / len(gaps) < 0.03
+
+
+# --- the same results whatever else is in the batch -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_results_do_not_depend_on_batching(make_engine, architecture):
+    actor, prompts = trainer(architecture), some_prompts()
+    expected = make_engine(actor, max_num_seqs=1).generate(prompts, SAMPLED, stream=STREAM)
+    assert len({len(r.token_ids) for r in expected}) > 3  # rows finish at different times
+    for max_num_seqs, prefill in ((2, 8192), (3, 1), (6, 20), (7, 8192), (256, 1), (256, 8192)):  # a group has four
+        engine = make_engine(actor, max_num_seqs=max_num_seqs, max_num_batched_tokens=prefill)
+        assert_same(engine.generate(prompts, SAMPLED, stream=STREAM), expected)
+
+
+def test_results_do_not_depend_on_company_or_order(make_engine):
+    engine, prompts = make_engine(trainer(), max_num_seqs=6), some_prompts()
+    expected = engine.generate(prompts, SAMPLED, stream=STREAM)
+    assert_same(engine.generate(prompts[::-1], SAMPLED, stream=STREAM), expected)
+    alone = [rollout for prompt in prompts for rollout in engine.generate([prompt], SAMPLED, stream=STREAM)]
+    assert_same(alone, expected)
+
+
+def test_fewer_samples_are_the_first_ones(make_engine):
+    engine, prompts = make_engine(trainer()), some_prompts()
+    few = engine.generate(prompts, SamplingParams(n=2, max_tokens=20, temperature=0.9), stream=STREAM)
+    many = ids(engine.generate(prompts, SAMPLED, stream=STREAM))
+    assert ids(few).items() <= many.items()
+
+
+FINISH_ACTOR = trainer()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    count=st.integers(1, 8),
+    n=st.integers(1, 5),
+    max_num_seqs=st.integers(1, 12),
+    prefill=st.integers(1, 40),
+    stop=st.booleans(),
+    step=st.integers(0, 1000),
+)
+def test_any_finish_order_keeps_each_rows_cache(count, n, max_num_seqs, prefill, stop, step):
+    """Rows and groups move inside the cache as others finish; each must go on with its own keys and values."""
+    actor, prompts = FINISH_ACTOR, some_prompts(count)
+    params = SamplingParams(n=n, max_tokens=12, temperature=1.5, stop=["1"] if stop else [])
+    engine = _native(actor, max_num_seqs=max_num_seqs, max_num_batched_tokens=prefill)
+    expected = _native(actor, max_num_seqs=1).generate(prompts, params, stream=("rollout", step))
+    assert_same(engine.generate(prompts, params, stream=("rollout", step)), expected)
+
+
+def test_long_responses_outgrow_the_first_cache(make_engine):
+    actor = trainer()
+    params = SamplingParams(n=3, max_tokens=150, ignore_eos=True)
+    rollouts = make_engine(actor).generate(some_prompts(2), params, stream=STREAM)
+    scores = actor.compute_log_probs(sequences_of(rollouts), temperature=1.0)
+    for row, rollout in enumerate(rollouts):
+        assert rollout.logprobs == pytest.approx(scores.logp[row].tolist(), abs=1e-4)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_streams(make_engine):
+    engine, prompts = make_engine(trainer()), some_prompts()
+    first = engine.generate(prompts, SAMPLED, stream=("rollout", 1))
+    assert [r.logprobs for r in engine.generate(prompts, SAMPLED, stream=("rollout", 1))] == [r.logprobs for r in first]
+    others = [
+        engine.generate(prompts, SAMPLED, stream=("rollout", 2)),
+        engine.generate(prompts, SAMPLED, stream=("validation", 1)),
+        make_engine(trainer(), seed=1).generate(prompts, SAMPLED, stream=("rollout", 1)),
+    ]
+    for other in others:
+        assert sum(ids(other)[key] == tokens for key, tokens in ids(first).items()) <= 2
+    for prompt in prompts:  # samples of a group differ
+        assert len({tuple(r.token_ids) for r in first if r.prompt is prompt}) > 1
+
+
+def test_order_of_the_result_and_progress(make_engine):
+    engine, prompts, seen = make_engine(trainer(), max_num_seqs=3), some_prompts(), []
+    rollouts = engine.generate(prompts, SAMPLED, stream=STREAM, on_done=seen.append)
+    assert [(r.prompt.uid, r.sample) for r in rollouts] == [(p.uid, s) for p in prompts for s in range(4)]
+    assert sum(seen) == 20 and len(seen) > 1
+    assert engine.generate([], SAMPLED, stream=STREAM) == []
+
+
+# --- where a response ends --------------------------------------------------------------------------------------------
+
+
+def test_end_of_text_is_kept_and_ends_the_response(make_engine):
+    rollouts = make_engine(trainer()).generate(some_prompts(8), SAMPLED, stream=STREAM)
+    stopped = [r for r in rollouts if r.finish_reason == "stop"]
+    cut = [r for r in rollouts if r.finish_reason == "length"]
+    assert stopped and cut
+    assert all(r.token_ids[-1] == EOS and EOS not in r.token_ids[:-1] for r in stopped)
+    assert all(EOS not in r.token_ids and len(r.token_ids) == 20 for r in cut)
+    assert all(r.text == TOKENIZER.decode(r.token_ids, skip_special_tokens=True) for r in rollouts)
+    assert not any("<eos>" in r.text for r in rollouts)
+
+
+def test_end_of_text_on_the_last_allowed_token_is_a_stop(make_engine):
+    engine = make_engine(trainer())
+    stopped = next(r for r in engine.generate(some_prompts(8), SAMPLED, stream=STREAM) if r.finish_reason == "stop")
+    params = SamplingParams(n=4, max_tokens=len(stopped.token_ids), temperature=0.9)
+    again = engine.generate([stopped.prompt], params, stream=STREAM)[stopped.sample]
+    assert (again.token_ids, again.finish_reason) == (stopped.token_ids, "stop")
+
+
+def test_ignore_eos_goes_on(make_engine):
+    engine, prompts = make_engine(trainer()), some_prompts(8)
+    params = SamplingParams(n=4, max_tokens=20, temperature=0.9, ignore_eos=True)
+    rollouts, plain = (
+        engine.generate(prompts, params, stream=STREAM),
+        ids(engine.generate(prompts, SAMPLED, stream=STREAM)),
+    )
+    assert all(len(r.token_ids) == 20 and r.finish_reason == "length" for r in rollouts)
+    assert any(EOS in r.token_ids for r in rollouts)
+    assert all(r.token_ids[: len(plain[r.prompt.uid, r.sample])] == plain[r.prompt.uid, r.sample] for r in rollouts)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_max_tokens(make_engine, max_tokens):
+    engine, prompts = make_engine(trainer(), max_num_seqs=3), some_prompts()
+    whole = ids(engine.generate(prompts, SAMPLED, stream=STREAM))
+    params = SamplingParams(n=4, max_tokens=max_tokens, temperature=0.9)
+    for rollout in engine.generate(prompts, params, stream=STREAM):
+        assert rollout.token_ids[:1] == whole[rollout.prompt.uid, rollout.sample][:1]
+        assert len(rollout.token_ids) <= max_tokens
+        assert rollout.finish_reason == ("stop" if rollout.token_ids[-1] == EOS else "length")
+
+
+def test_stop_strings_cut_the_text_and_keep_the_ids(make_engine):
+    engine, prompts = make_engine(trainer(), max_num_seqs=5), some_prompts(8)
+    free = engine.generate(prompts, SAMPLED, stream=STREAM)
+    longest = max(free, key=lambda r: len(r.text))
+    stops = [longest.text[4:6], "9"]  # one of two tokens, one of one
+    params = SamplingParams(n=4, max_tokens=20, temperature=0.9, stop=stops)
+    stopped_by_text = 0
+    for rollout, whole in zip(engine.generate(prompts, params, stream=STREAM), free):
+        ends = [
+            end
+            for end in range(1, len(whole.token_ids) + 1)
+            if any(stop in TOKENIZER.decode(whole.token_ids[:end], skip_special_tokens=True) for stop in stops)
+        ]
+        length = min(ends, default=len(whole.token_ids))
+        assert rollout.token_ids == whole.token_ids[:length]
+        assert rollout.finish_reason == ("stop" if ends else whole.finish_reason)
+        assert whole.text.startswith(rollout.text)
+        assert not any(stop in rollout.text for stop in stops)
+        if ends:
+            stopped_by_text += 1
+            assert any(whole.text[len(rollout.text) :].startswith(stop) for stop in stops)
+    assert 3 < stopped_by_text < len(free)
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def draws(logits: torch.Tensor, count: int, **fields) -> torch.Tensor:
+    uniforms = torch.rand(count, 3, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    tokens, logp = draw_tokens(logits.expand(count, -1).clone(), uniforms, SamplingParams(**fields))
+    temperature = fields.get("temperature", 1.0)
+    torch.testing.assert_close(logp, (logits / temperature).log_softmax(-1)[tokens])
+    return tokens
+
+
+def chi_square_bound(degrees: int) -> float:
+    """The 99.9 % point of the chi-square distribution (Wilson and Hilferty)."""
+    return degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize("vocabulary", [2, 25, 27, 28, 400])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_draws_follow_the_softmax(vocabulary, temperature):
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    count = 40_000
+    observed = torch.bincount(draws(logits, count, temperature=temperature), minlength=vocabulary).double()
+    expected = (logits / temperature).double().softmax(-1) * count
+    often = expected >= 5
+    statistic = float(((observed - expected) ** 2 / expected)[often].sum())
+    assert statistic < chi_square_bound(int(often.sum()) - 1)
+    assert len(observed) == vocabulary
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 4}, {"top_p": 0.7}, {"top_k": 6, "top_p": 0.6, "temperature": 0.8}])
+def test_narrowed_draws_are_the_softmax_over_what_is_kept(fields):
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(1))
+    probs = (logits / fields.get("temperature", 1.0)).double().softmax(-1)
+    ranked = probs.argsort(descending=True).tolist()[: fields.get("top_k", 30)]
+    kept, mass, total = [], 0.0, float(probs[ranked].sum())
+    for token in ranked:  # the smallest set whose share reaches top_p
+        if mass / total >= fields.get("top_p", 1.0):
+            break
+        kept.append(token)
+        mass += float(probs[token])
+    observed = torch.bincount(draws(logits, 40_000, **fields), minlength=30).double()
+    assert set(observed.nonzero().flatten().tolist()) == set(kept)
+    expected = probs[kept] / mass * 40_000
+    assert float(((observed[kept] - expected) ** 2 / expected).sum()) < chi_square_bound(len(kept) - 1)
+
+
+def test_impossible_tokens_are_never_drawn():
+    logits = torch.full((64,), float("-inf"))
+    logits[[0, 17, 63]] = 0.0
+    edges = torch.tensor([0.0, 1e-300, 0.5, 1 - 2**-53], dtype=torch.float64)
+    uniforms = torch.cartesian_prod(edges, edges, edges)
+    tokens, logp = draw_tokens(logits.expand(len(uniforms), -1).clone(), uniforms, SamplingParams())
+    assert set(tokens.tolist()) == {0, 17, 63}
+    torch.testing.assert_close(logp, torch.full((len(uniforms),), -math.log(3)))
+
+
+def test_draws_hardly_move_with_rounding_noise():
+    """A relative noise of 1e-6 in the logits, as between two batch sizes, changes about one draw in 10⁵ or fewer."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(2000, 500, generator=generator) * 3
+    uniforms = torch.rand(2000, 3, generator=generator, dtype=torch.float64)
+    noisy = logits * (1 + 1e-6 * torch.randn(logits.shape, generator=generator))
+    drawn = [draw_tokens(x, uniforms, SamplingParams())[0] for x in (logits.clone(), noisy)]
+    assert int((drawn[0] != drawn[1]).sum()) <= 1
+
+
+def test_greedy_takes_the_most_likely():
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(do_sample=False, temperature=0.5)
+    tokens, logp = draw_tokens(logits.clone(), torch.rand(50, 3, dtype=torch.float64), params)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(logp, (logits / 0.5).log_softmax(-1).amax(-1))
