@@ -1,0 +1,163 @@
+"""Runs `pellucid` commands as real processes: fresh ones, or ones forked from a server that has imported the libraries once.
+
+Importing torch and transformers takes far longer than the runs of these tests, so most commands are forked. A forked
+command is a process like any other: own arguments, folder, output and exit status; it can be killed and signalled.
+"""
+
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+MAIN = "from pellucid.cli.main import main; main()"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "500", "HF_HUB_OFFLINE": "1"}
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Done:
+    """A finished command."""
+
+    status: int
+    """Exit status; -n when signal n killed it."""
+    output: str
+    """Standard output and standard error, in the order in which they were written."""
+
+    @property
+    def text(self) -> str:
+        """The output with box drawing taken out and white space folded: what it says, however it is laid out."""
+        return " ".join("".join(" " if "─" <= c <= "╿" else c for c in self.output).split())
+
+
+class Command:
+    """A command on its way."""
+
+    def __init__(self, server: "Server", pid: int, log: Path) -> None:
+        self._server, self.pid, self._log = server, pid, log
+        self._status: int | None = None
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text() if self._log.exists() else ""
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        if self._status is None:
+            self._status = self._server.ask(wait=self.pid)
+        return self._status
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self) -> Done:
+        """Wait for the end."""
+        try:
+            wait_for(lambda: self.poll() is not None, self)
+        except BaseException:
+            self.signal(signal.SIGKILL)
+            raise
+        assert self._status is not None
+        return Done(self._status, self.output)
+
+
+def wait_for(condition: Callable[[], object], command: Command) -> None:
+    """Wait until `condition` holds, looking about a thousand times a second."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {TIMEOUT_S:.0f} s; the output so far:\n{command.output}"
+        time.sleep(0.001)
+
+
+class Server:
+    """The process from which commands are forked. Use as a context manager."""
+
+    def __enter__(self) -> "Server":
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def ask(self, **request: object) -> int | None:
+        """Send one request and return the answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, arguments: list[str], cwd: Path, log: Path) -> Command:
+        """Start `pellucid` with these arguments."""
+        log.unlink(missing_ok=True)
+        pid = self.ask(arguments=arguments, cwd=str(cwd), log=str(log))
+        assert pid is not None
+        return Command(self, pid, log)
+
+
+def run_fresh(arguments: list[str], cwd: Path) -> Done:
+    """Run `pellucid` in a process of its own from the first import on."""
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, *arguments], cwd=cwd, env=ENVIRONMENT, text=True, check=False, timeout=TIMEOUT_S,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout)
+
+
+def serve() -> None:
+    """Answer requests from standard input until it closes; in a forked child, run the command and never return."""
+    import hydra.core.override_parser.overrides_parser  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import pellucid.cli.evaluate
+    import pellucid.cli.sft
+    import pellucid.cli.train
+    import pellucid.controller.loop
+    import pellucid.controller.sft  # noqa: F401
+    from pellucid.cli.main import main
+
+    gc.freeze()  # a child's collector leaves alone, and so never copies, what was imported here
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "arguments" in request:
+            answer = os.fork()
+            if answer == 0:
+                _become_command(request)
+                main()
+                sys.exit(0)
+        else:
+            pid, status = os.waitpid(request["wait"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _become_command(request: dict) -> None:
+    """Give this child the streams, folder and arguments of its command, and random states of its own."""
+    for number, path, mode in ((0, os.devnull, os.O_RDONLY), (1, request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
+        os.dup2(os.open(path, mode, 0o644), number)
+    os.dup2(1, 2)
+    os.chdir(request["cwd"])
+    sys.argv = ["pellucid", *request["arguments"]]
+    random.seed()
+    np.random.seed()
+
+
+if __name__ == "__main__":
+    serve()

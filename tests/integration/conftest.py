@@ -1,0 +1,119 @@
+"""One server for the commands of the session, and one finished run that many tests look at and copy."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command, Done, Server, run_fresh
+
+NUM_STEPS = 4
+RECIPE = f"""
+data:
+  train_files: task:arithmetic?level=2&size=50
+  val_files: task:arithmetic?level=2&size=8
+  train_batch_size: 4
+  max_prompt_length: 16
+  max_response_length: 8
+actor_rollout_ref:
+  model: {{path: builtin}}
+  actor:
+    strategy: fsdp2
+    ppo_mini_batch_size: 4
+    use_dynamic_bsz: true
+    ppo_max_token_len_per_gpu: 256
+    optim: {{lr: 0.0001}}
+  rollout: {{n: 4}}
+trainer: {{default_local_dir: run, total_training_steps: {NUM_STEPS}, save_freq: 1, logger: [console]}}
+"""
+
+
+class Workspace:
+    """An empty folder with a recipe in it, and the commands started there."""
+
+    def __init__(self, folder: Path, server: Server) -> None:
+        self.folder, self._server, self._num_started = folder, server, 0
+        self.recipe = "recipe.yaml"
+        self.write(self.recipe, RECIPE)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the recipe puts the run."""
+        return self.folder / "run"
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file into the folder."""
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def start(self, *arguments: str) -> Command:
+        """Start a command."""
+        self._num_started += 1
+        return self._server.start(list(arguments), self.folder, self.folder.parent / f"{self.folder.name}.{self._num_started}.log")
+
+    def run(self, *arguments: str, status: int = 0) -> Done:
+        """Run a command to its end and check its exit status."""
+        done = self.start(*arguments).wait()
+        assert done.status == status, done.output
+        return done
+
+    def train(self, *overrides: str, status: int = 0) -> Done:
+        """Run `pellucid train` on the recipe."""
+        return self.run("train", self.recipe, *overrides, status=status)
+
+    def copy_run(self, source: Path) -> None:
+        """Put a copy of a run where the recipe puts this workspace's run."""
+        shutil.copytree(source, self.run_dir)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
+def work(tmp_path: Path, server: Server) -> Workspace:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return Workspace(folder, server)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of `RECIPE` that nothing disturbed, made by a process of its own. Do not write to it."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    done = run_fresh(["train", "recipe.yaml"], folder)
+    assert done.status == 0, done.output
+    (folder / "output.txt").write_text(done.output)
+    return folder / "run"
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    """Return the run's newest checkpoint folder."""
+    return max((run_dir / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def state(run_dir: Path, step: int = NUM_STEPS) -> dict[str, bytes]:
+    """Return the files that make up the training state after `step`: weights, optimizer, position in the data."""
+    folder = run_dir / "checkpoints" / f"global_step_{step}"
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors", "trainer_state.json")}
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return metrics without those that depend on the machine's speed."""
+    return [{name: value for name, value in row.items() if not name.startswith(("timing_s/", "perf/")) and name != "reward/time_s"} for row in rows]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file below a folder; the lock file is no content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
