@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from pellucid.errors import UserError
 from pellucid.training.common.attention import NAME, register_attention
+from pellucid.training.common.packing import TokenSequence, pack
 
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).parents[2] / "assets" / "builtin"
@@ -119,7 +120,35 @@ def _prepare(model: PreTrainedModel, device: torch.device, gradient_checkpointin
             module.p = 0.0  # the policy that is trained must be the policy that sampled
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.to(device)  # pyright: ignore[reportArgumentType]
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    _check_packing(model, device)
+    return model
+
+
+@torch.no_grad()
+def _check_packing(model: PreTrainedModel, device: torch.device) -> None:
+    """Refuse a model whose tokens see another sequence of the pack: recurrent layers, or attention of its own.
+
+    The last sequence of a pack must come out as it does alone.
+    """
+    first, last = TokenSequence([0, 1, 2], [], 0), TokenSequence([2, 1], [], 1)
+    training = model.training
+    together, alone = (
+        model.eval()
+        .get_decoder()(
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout
+        )
+        .last_hidden_state[0, -2:]
+        for inputs in (pack([first, last], device), pack([last], device))
+    )
+    model.train(training)
+    gap = (together - alone).abs().max()
+    if gap > 1e-3 * alone.abs().max():  # weights that are NaN pass: the first update reports them
+        raise UserError(
+            "actor_rollout_ref.model.path",
+            f"{type(model).__name__} mixes the sequences of a pack, which packed training needs kept apart.",
+            "Use an architecture whose layers are plain attention (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
+        )
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
