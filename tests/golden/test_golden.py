@@ -4,22 +4,19 @@ After a change that is meant to move the numbers, store them anew with `python t
 in the commit.
 """
 
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from pellucid.config import load_config
-from pellucid.controller.build import Run, build_run, load_inputs
-from pellucid.controller.loop import train
-from pellucid.metrics.trackers import open_trackers, read_metrics
-from pellucid.rundir import RunDir
+from pellucid.cli import train
+from pellucid.metrics.trackers import read_metrics
 from pellucid.training.common.models import load_model, model_tensors
 
-GOLDEN = Path(__file__).with_name("grpo_builtin.json")
+RECIPE, GOLDEN = (Path(__file__).with_name(f"grpo_builtin.{kind}") for kind in ("yaml", "json"))
 METRICS = [
     "actor/pg_loss",
     "actor/kl_loss",
@@ -33,47 +30,13 @@ METRICS = [
     "response_length/mean",
     "response_length/clip_ratio",
 ]
-# The demo's settings on fewer samples. Two mini-batches a step, so that the second is off policy, and a KL term.
-OVERRIDES = [
-    "data.train_files=task:arithmetic?level=2&size=200",
-    "data.train_batch_size=8",
-    "data.max_prompt_length=16",
-    "data.max_response_length=8",
-    "actor_rollout_ref.model.path=builtin",
-    "actor_rollout_ref.actor.strategy=fsdp2",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.actor.use_dynamic_bsz=true",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "actor_rollout_ref.actor.kl_loss_coef=0.01",
-    "actor_rollout_ref.actor.optim.lr=0.0001",
-    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-    "actor_rollout_ref.actor.optim.weight_decay=0.0",
-    "actor_rollout_ref.rollout.n=8",
-    "actor_rollout_ref.rollout.max_num_seqs=24",
-    "trainer.total_training_steps=3",
-    "trainer.seed=1",
-    "trainer.device=cpu",
-    "trainer.logger=[console]",
-]
 
 
 def run_training(folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Train as `pellucid train` does; return each step's metrics and the final weights."""
-    config = load_config(None, [*OVERRIDES, f"trainer.default_local_dir={folder}"]).config
-    run_dir, inputs = RunDir.create(folder), load_inputs(config)
-
-    def open_tracker(resume_step: int | None):
-        return open_trackers([], folder, "golden", "run", dataclasses.asdict(config), resume_step)
-
-    with inputs.scorer:
-        run: Run = build_run(config, run_dir, inputs, open_tracker, 1)
-        try:
-            train(run)
-        finally:
-            run.close()
-    rows = [row for row in read_metrics(run_dir.metrics) if row["step"] > 0]
-    return rows, {name: tensor.detach().clone() for name, tensor in model_tensors(run.model).items()}
+    train.run_training(RECIPE, [f"trainer.default_local_dir={folder}"])
+    (weights,) = folder.glob("checkpoints/global_step_3/**/model.safetensors")
+    return read_metrics(folder / "metrics.jsonl"), load_file(weights)
 
 
 def summary(rows: list[dict[str, float]], weights: dict[str, torch.Tensor]) -> dict:
