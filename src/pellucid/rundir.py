@@ -37,7 +37,6 @@ class RunDir:
         self.run_json = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
-        self.logs = self.path / "logs"
         self.timeline = self.path / "timeline"
         self._lock: IO[str] | None = None
 

@@ -52,7 +52,7 @@ def run_eval(
     policy, tokenizer = load_trained(model, device)
     data = build_prompts(
         DataConfig(
-            train_files=files, val_files=files, val_max_samples=num, max_prompt_length=1 << 20, return_raw_chat=False
+            train_files=files, val_files=files, val_max_samples=num, max_prompt_length=1 << 20
         ),
         tokenizer,
         "val",

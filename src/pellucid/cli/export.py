@@ -19,6 +19,10 @@ def run_export(run: Path, out: Path, step: int | None, dtype: str) -> None:
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError("--dtype", f"'{dtype}' is not a number format for export.", "Use float32 or bfloat16.")
+    if not run.exists():
+        raise UserError(
+            "RUN", f"'{run}' does not exist.", "Give the folder of a run, e.g. outputs/<project>/<experiment>."
+        )
     if out.exists() and any(out.iterdir()):
         raise UserError("--out", f"the folder '{out}' is not empty.", "Choose a new folder.")
 

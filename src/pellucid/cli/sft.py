@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from pellucid.config import SftConfig, load_config
-from pellucid.console import console, notice
+from pellucid.console import console, error_console, notice
 
 
 def run_sft(recipe: Path, overrides: list[str]) -> None:
@@ -23,6 +23,7 @@ def run_sft(recipe: Path, overrides: list[str]) -> None:
     from pellucid.controller.sft import build_sft, train_sft
     from pellucid.metrics.trackers import open_trackers
     from pellucid.rundir import RunDir, atomic_write
+    from pellucid.training.protocol import NonFiniteError
 
     trainer = config.trainer
     run_dir = RunDir.create(trainer.default_local_dir)
@@ -56,6 +57,14 @@ def run_sft(recipe: Path, overrides: list[str]) -> None:
         except StopRequested as stop:
             reason = str(stop)
             sys.exit(128 + stop.signal_number)
+        except NonFiniteError as error:
+            reason = str(error)
+            last = "none" if (step := run.store.latest()) is None else f"step {step}"
+            error_console.print(f"{error}. The last checkpoint is {last}. Lower optim.lr and start again.", style="red", markup=False)
+            sys.exit(1)
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
         finally:
             run_dir.finish_record(reason)
             trackers.close()

@@ -1,14 +1,21 @@
 """`pellucid train`: config, inputs, plan, resume, loop, record, in that order; the first mistake stops it cheaply."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-from rich.markup import escape
+from typing import TYPE_CHECKING
 
 from pellucid.config import RunConfig, load_config
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
+
+if TYPE_CHECKING:
+    from pellucid.controller.build import Inputs, Run
+    from pellucid.rundir import RunDir
 
 
 def run_training(recipe: Path, overrides: list[str]) -> None:
@@ -44,7 +51,7 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
         if done >= total_steps:
             console.print(
                 f"this run is finished: its checkpoint is at step {done} of {total_steps}. Nothing was trained. To go on, raise "
-                "trainer.total_training_steps; to start anew, set trainer.experiment_name or trainer.resume_mode=disable.",
+                "trainer.total_training_steps; to start anew, set trainer.default_local_dir to a new folder, or trainer.resume_mode=disable.",
                 markup=False,
             )
             return
@@ -58,61 +65,71 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
         _train(config, loaded.yaml, run_dir, inputs, checkpoint, done)
 
 
-def _train(config: RunConfig, resolved_yaml: str, run_dir, inputs, checkpoint: Path | None, done: int) -> None:
+def _train(
+    config: RunConfig, resolved_yaml: str, run_dir: RunDir, inputs: Inputs, checkpoint: Path | None, done: int
+) -> None:
     from pellucid.controller.build import build_run
     from pellucid.controller.checkpointing import restore
-    from pellucid.controller.interrupt import StopRequested
     from pellucid.controller.loop import train
-    from pellucid.metrics.plots import plot_curve
     from pellucid.metrics.trackers import open_trackers
     from pellucid.rundir import atomic_write
-    from pellucid.training.protocol import NonFiniteError
 
-    def open_tracker(resume_step: int | None):
-        trainer = config.trainer
-        return open_trackers(
-            trainer.logger,
-            run_dir.path,
-            trainer.project_name,
-            trainer.experiment_name,
-            dataclasses.asdict(config),
-            resume_step,
-        )
-
-    run = build_run(config, run_dir, inputs, open_tracker, done + 1)
-    reason = "failed"
-    try:
+    trainer = config.trainer
+    # Before the model: a tracker whose package is missing should cost no time.
+    trackers = open_trackers(
+        trainer.logger,
+        run_dir.path,
+        trainer.project_name,
+        trainer.experiment_name,
+        dataclasses.asdict(config),
+        done or None,
+    )
+    with (
+        contextlib.closing(trackers),
+        contextlib.closing(build_run(config, run_dir, inputs, trackers, done + 1)) as run,
+    ):
         if checkpoint is not None:
             restore(run, checkpoint)
         atomic_write(run_dir.config_yaml, resolved_yaml)
-        run_dir.start_record(device=str(run.device), seeds={"trainer.seed": config.trainer.seed})
-        try:
+        run_dir.start_record(device=str(run.device), seeds={"trainer.seed": trainer.seed})
+        with _recorded_exit(run):
             train(run)
-            reason = "finished"
-        except StopRequested as stop:
-            reason = str(stop)
-            sys.exit(128 + stop.signal_number)
-        except NonFiniteError as error:
-            reason = str(error)
-            error_console.print(
-                f"[red]{escape(str(error))}[/red]\nThe weights were not updated with it. The batch is in "
-                f"{escape(str(run_dir.path / 'failures'))}; the last checkpoint is "
-                f"{'step ' + str(step) if (step := run.store.latest()) is not None else 'none'}. Lower the learning rate, or train in "
-                "float32, and start again to continue from it."
-            )
-            sys.exit(1)
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            run_dir.finish_record(reason)
+    _summary(run_dir)
+
+
+@contextlib.contextmanager
+def _recorded_exit(run: Run) -> Iterator[None]:
+    """Write why the run ended into run.json, and turn a stop or NaN into an exit status with a message."""
+    from pellucid.controller.interrupt import StopRequested
+    from pellucid.training.protocol import NonFiniteError
+
+    reason = "finished"
+    try:
+        yield
+    except StopRequested as stop:
+        reason = str(stop)
+        sys.exit(128 + stop.signal_number)
+    except NonFiniteError as error:
+        reason = str(error)
+        latest = run.store.latest()
+        error_console.print(
+            f"{error}\nThe weights were not updated with it. The batch is in {run.run_dir.path / 'failures'}; the last checkpoint is "
+            f"{'none' if latest is None else f'step {latest}'}. Lower the learning rate, or train in float32, and start again "
+            "to continue from it.",
+            style="red",
+            markup=False,
+        )
+        sys.exit(1)
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
     finally:
-        run.close()
-    _summary(run_dir, plot_curve)
+        run.run_dir.finish_record(reason)
 
 
-def _summary(run_dir, plot_curve) -> None:
+def _summary(run_dir: RunDir) -> None:
     """Print where validation started and ended, draw the curve, and say what to look at next."""
+    from pellucid.metrics.plots import plot_curve
     from pellucid.metrics.trackers import read_metrics
 
     rows = read_metrics(run_dir.metrics)
@@ -132,7 +149,7 @@ def _summary(run_dir, plot_curve) -> None:
     )
 
 
-def _validate_only(config: RunConfig, run_dir, inputs) -> None:
+def _validate_only(config: RunConfig, run_dir: RunDir, inputs: Inputs) -> None:
     from pellucid.checkpoint_store import CheckpointStore
     from pellucid.controller.build import build_run
     from pellucid.controller.checkpointing import find_checkpoint, restore
@@ -141,7 +158,7 @@ def _validate_only(config: RunConfig, run_dir, inputs) -> None:
 
     if not inputs.val_prompts:
         raise UserError("trainer.val_only", "is true, but data.val_files is not set.", "Set data.val_files.")
-    run = build_run(config, run_dir, inputs, lambda _: Trackers({}), 1)
+    run = build_run(config, run_dir, inputs, Trackers({}), 1)
     try:
         checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
         if checkpoint is not None:
@@ -155,7 +172,7 @@ def _validate_only(config: RunConfig, run_dir, inputs) -> None:
         run.close()
 
 
-def _report_changes(run_dir, resolved_yaml: str) -> None:
+def _report_changes(run_dir: RunDir, resolved_yaml: str) -> None:
     """Name every line in which the config differs from the one the run was started with."""
     if not run_dir.config_yaml.exists():
         return

@@ -5,7 +5,6 @@ Data and reward are checked before the plan is printed, the plan before the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,9 +82,7 @@ class Run:
         return token_pieces(self.tokenizer, ids)
 
     def close(self) -> None:
-        """Stop worker processes and close files."""
-        self.scorer.close()
-        self.trackers.close()
+        """Close the timeline; scorer and trackers belong to who opened them."""
         self.spans.close()
 
 
@@ -150,7 +147,7 @@ def print_plan(config: RunConfig, num_train_prompts: int) -> None:
 
 
 def build_run(
-    config: RunConfig, run_dir: RunDir, inputs: Inputs, open_tracker: Callable[[int | None], Trackers], first_step: int
+    config: RunConfig, run_dir: RunDir, inputs: Inputs, trackers: Trackers, first_step: int
 ) -> Run:
     """Load the model and assemble the run; its state is that of a fresh start until `restore` is called."""
     devices.keep_freed_memory()
@@ -207,7 +204,7 @@ def build_run(
         scorer=inputs.scorer,
         spans=SpanRecorder(run_dir.timeline / "controller.json"),
         display=StepDisplay(total_steps, first_step - 1),
-        trackers=open_tracker(first_step - 1 if first_step > 1 else None),
+        trackers=trackers,
         num_parameters=num_parameters(model),
         total_steps=total_steps,
         first_step=first_step,

@@ -30,7 +30,7 @@ def _spread(prefix: str, unit: str, what: str, parts: str = "mean max min") -> l
 
 _DEFINITIONS = [
     Metric("training/global_step", "step", "Optimization step of the run, counted from 1; 0 is the state before training."),
-    Metric("training/epoch", "epochs", "Passes over the training data begun so far, as a fraction."),
+    Metric("training/epoch", "epochs", "Whole passes over the training data finished before the step's prompts were drawn."),
 
     Metric("actor/pg_loss", "nats", "Policy-gradient loss, aggregated over the mini-batch as `loss_agg_mode` says."),
     Metric("actor/entropy", "nats", "Mean entropy of the policy's next-token distribution over response tokens."),
@@ -53,8 +53,8 @@ _DEFINITIONS = [
     *_spread("prompt_length", "tokens", "prompt length of a sample"),
 
     Metric("reward/num_failures", "samples", "Samples whose reward call broke twice; they are masked out of training."),
-    Metric("reward/num_timeouts", "samples", "Samples among the failures whose reward call ran out of time."),
-    Metric("reward/time_s", "s", "Wall time spent scoring the step's samples."),
+    Metric("reward/num_timeouts", "calls", "Reward calls killed for taking too long, repeats included."),
+    Metric("reward/time_s", "s", "Time of the step's reward calls added up; they run side by side, so the stage may take less."),
 
     Metric("val/<task>/accuracy", "fraction", "Held-out problems of the task answered correctly."),
     Metric("val/<task>/reward", "reward", "Mean reward on the task's held-out problems."),

@@ -174,11 +174,12 @@ class Scorer:
 
 def _arguments(rollout: Rollout) -> dict[str, Any]:
     prompt = rollout.prompt
+    chat = {} if prompt.messages is None else {"messages": prompt.messages}
     return {
         "data_source": prompt.task,
         "solution_str": rollout.text,
         "ground_truth": prompt.answer,
-        "extra_info": {**prompt.extra, "uid": prompt.uid, "sample": rollout.sample},
+        "extra_info": {**prompt.extra, **chat, "uid": prompt.uid, "sample": rollout.sample},
     }
 
 
