@@ -5,6 +5,7 @@ An engine joins by adding its constructor to `ENGINES`.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -250,6 +251,12 @@ def test_streams(make_engine):
         assert sum(ids(other)[key] == tokens for key, tokens in ids(first).items()) <= 2
     for prompt in prompts:  # samples of a group differ
         assert len({tuple(r.token_ids) for r in first if r.prompt is prompt}) > 1
+
+
+def test_rows_with_the_same_prompt_have_streams_of_their_own(make_engine):
+    prompt = some_prompts(1)[0]
+    rollouts = make_engine(trainer()).generate([prompt, replace(prompt, uid="twin")], SAMPLED, stream=STREAM)
+    assert len({tuple(r.token_ids) for r in rollouts}) > 6
 
 
 def test_order_of_the_result_and_progress(make_engine):
