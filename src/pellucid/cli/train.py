@@ -111,11 +111,11 @@ def _recorded_exit(run: Run) -> Iterator[None]:
         sys.exit(128 + stop.signal_number)
     except NonFiniteError as error:
         reason = str(error)
-        latest = run.store.latest()
+        latest, failures = run.store.latest(), run.run_dir.path / "failures"
         error_console.print(
-            f"{error}\nThe weights were not updated with it. The batch is in {run.run_dir.path / 'failures'}; the last checkpoint is "
+            f"{error}\n{f'The batch is in {failures}. ' if failures.exists() else ''}No checkpoint was written of it; the last one is "
             f"{'none' if latest is None else f'step {latest}'}. Lower the learning rate, or train in float32, and start again "
-            "to continue from it.",
+            "to continue from there.",
             style="red",
             markup=False,
         )

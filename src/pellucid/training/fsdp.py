@@ -3,6 +3,7 @@
 With one process there is nothing to shard and the model runs as it is; sharding wraps `model` and changes nothing below.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -102,9 +103,12 @@ class Fsdp2Engine:
             if on_done:
                 on_done(len(rows))
         grad_norm = self.optimizer.clip()
-        if not torch.isfinite(torch.tensor(grad_norm)):
+        if not math.isfinite(grad_norm):
             raise NonFiniteError("actor/grad_norm", grad_norm, list(range(len(sequences))))
         lr = self.optimizer.step()
+        weight_norm = self.optimizer.weight_norm()
+        if not math.isfinite(weight_norm):
+            raise NonFiniteError("the norm of the updated weights", weight_norm, list(range(len(sequences))))
         self.version += 1
         return UpdateResult(scores, total_loss, grad_norm, lr)
 

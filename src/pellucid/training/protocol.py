@@ -20,10 +20,10 @@ Progress = Callable[[int], None]
 
 
 class NonFiniteError(RuntimeError):
-    """NaN or Inf in a loss or gradient: which quantity, and the rows of the mini-batch it was found in."""
+    """NaN or Inf in a loss, gradient, weight or logit: which quantity, and the rows of the batch it was found in."""
 
     def __init__(self, quantity: str, value: float, rows: list[int]) -> None:
-        super().__init__(f"{quantity} is {value} in the update of samples {rows[:8]}{'…' if len(rows) > 8 else ''}")
+        super().__init__(f"{quantity} is {value} at samples {rows[:8]}{'…' if len(rows) > 8 else ''}")
         self.quantity, self.value, self.rows = quantity, value, rows
 
 
@@ -79,7 +79,8 @@ class TrainingEngine(Protocol):
         """Accumulate the gradient of the whole mini-batch, micro-batch by micro-batch, and apply one optimizer step.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is NaN or Inf; the weights are untouched.
+            NonFiniteError: the loss or the gradient norm is NaN or Inf, and the weights are untouched; or the weights
+                themselves became so.
         """
         ...
 

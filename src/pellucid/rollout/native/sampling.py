@@ -8,6 +8,7 @@ import math
 import torch
 
 from pellucid.rollout.protocol import SamplingParams
+from pellucid.training.protocol import NonFiniteError
 
 
 def draw_tokens(
@@ -23,10 +24,16 @@ def draw_tokens(
     Returns:
         `(tokens, logp)`, both [B]. `logp` is under the temperature-scaled distribution over the **full** vocabulary,
         the one the trainer computes, also when top-p or top-k narrow what is drawn.
+
+    Raises:
+        NonFiniteError: the logits of a row hold NaN or +Inf.
     """
     if params.temperature != 1:
         logits.div_(params.temperature)
     log_norm = torch.logsumexp(logits, dim=-1)
+    if not bool(torch.isfinite(log_norm).all()):
+        bad = (~torch.isfinite(log_norm)).nonzero()[:, 0].tolist()
+        raise NonFiniteError("the normaliser of a next-token distribution", float(log_norm[bad[0]]), bad)
     if not params.do_sample:
         best, tokens = logits.max(dim=-1)
         return tokens, best - log_norm

@@ -118,6 +118,13 @@ def _prepare(model: PreTrainedModel, device: torch.device, gradient_checkpointin
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the policy that sampled
+    broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
+    if broken:
+        raise UserError(
+            "actor_rollout_ref.model.path",
+            f"{len(broken)} of the model's tensors hold NaN or Inf, the first is '{broken[0]}'.",
+            "Download or export the model anew, or take an earlier checkpoint.",
+        )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.to(device)  # pyright: ignore[reportArgumentType]
@@ -173,7 +180,8 @@ def save_hf_model(
 ) -> None:
     """Write a folder that plain `transformers` loads with identical logits (up to `dtype`)."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: value.detach().to("cpu", dtype) for name, value in model.state_dict().items()}
+    # Tied tensors once: as separate copies in another dtype they would be written twice.
+    state = {name: value.detach().to("cpu", dtype) for name, value in model_tensors(model).items()}
     stored_dtype = model.config.dtype
     model.config.dtype = dtype
     try:

@@ -67,6 +67,11 @@ class ScheduledAdamW:
         self.num_steps += 1
         return lr
 
+    def weight_norm(self) -> float:
+        """Return the L2 norm of the weights: one pass over them, which shows whether any is NaN or Inf."""
+        with torch.no_grad():
+            return float(torch.nn.utils.get_total_norm(self.parameters.values()))
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self._adamw.zero_grad(set_to_none=True)
