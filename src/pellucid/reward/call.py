@@ -5,7 +5,6 @@ A reward function has verl's signature and is called with keywords:
 """
 
 import inspect
-import math
 import signal
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ FIELD = "reward_model.custom_reward_function"
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 ACCEPTED = 'a finite number, or a dict whose "score" is one'
 _ALARM_GRACE_S = 10.0
+_LARGEST_FLOAT32 = 3.4028234e38
 
 
 class RewardCallError(Exception):
@@ -120,4 +120,5 @@ def _name(spec: str | None) -> str:
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    """Whether it is a number that float32, which training computes in, can hold."""
+    return isinstance(value, Real) and abs(float(value)) <= _LARGEST_FLOAT32
