@@ -1,0 +1,177 @@
+"""The design's structural rules: sizes, error handling, who may import whom, and what stays free of torch."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "pellucid"
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 120
+
+BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "rundir", "rollout_dump", "checkpoint_store"}
+"""The modules beside the rooms; all of them may use each other."""
+ROOMS_BELOW_CLI = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "controller", "profiler", "metrics"}
+MAY_IMPORT = {
+    "algo": set(),
+    "config": {"errors"},
+    "profiler": set(),
+    "tasks": {"errors", "types"},
+    "data": {"errors", "types", "plugins", "tasks", "config.schema"},
+    "reward": {"errors", "types", "plugins", "tasks"},
+    "metrics": {"errors", "console", "rundir"},
+    "training": {"errors", "types"},
+    "roles": {"errors", "types", "seeding", "training", "algo", "config.schema"},
+    "rollout": {"errors", "types", "seeding", "training"},  # training: the native engine runs on the actor's own model
+    "controller": BASE | ROOMS_BELOW_CLI,
+    "cli": BASE | ROOMS_BELOW_CLI,
+    **dict.fromkeys(BASE, BASE),
+}
+"""room → other rooms, modules beside them, or `room.module`, that it may import; the table of the architecture page."""
+
+MARKERS = re.compile("|".join(["NotImplemented" + "Error", "TO" + "DO", "FIX" + "ME", r"\bXX" + r"X\b", r"\bHA" + r"CK\b"]))
+REGISTRY_HOSTS = re.compile("|".join(name + r"\." + end for name, end in (
+    ("pypi", "org"), ("pythonhosted", "org"), (r"registry\.npmjs", "org"), (r"deb\.debian", "org"))))  # fmt: skip
+
+sources = sorted(PACKAGE.rglob("*.py"))
+all_python = sources + sorted(path for folder in ("tests", "benchmarks", "examples", "recipes") for path in (ROOT / folder).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def is_name(node: ast.AST | None, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def is_broad(node: ast.ExceptHandler) -> bool:
+    types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    return any(kind is None or is_name(kind, "Exception", "BaseException") for kind in types)
+
+
+def swallows(node: ast.AST) -> bool:
+    return isinstance(node, ast.ExceptHandler) and is_broad(node) and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+
+
+def defaulting_getattr(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and is_name(node.func, "getattr") and len(node.args) == 3
+
+
+def prints(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and is_name(node.func, "print")
+
+
+def long_function(node: ast.AST) -> bool:
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return is_function and node.end_lineno is not None and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+
+
+def findings(text: str, rule: Callable[[ast.AST], bool]) -> list[int]:
+    """Return the lines at which `rule` holds."""
+    return [node.lineno for node in ast.walk(ast.parse(text)) if rule(node)]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("rule", [swallows, defaulting_getattr, prints, long_function], ids=lambda rule: rule.__name__)
+def test_source_follows(rule):
+    assert not [f"{name_of(path)}:{line}" for path in sources for line in findings(path.read_text(), rule)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad", "good"),
+    [
+        (swallows, "try: f()\nexcept Exception: pass", "try: f()\nexcept Exception as e: raise ValueError from e"),
+        (swallows, "try: f()\nexcept: pass", "try: f()\nexcept OSError: pass"),
+        (swallows, "try: f()\nexcept (OSError, Exception): pass", "try: f()\nexcept (OSError, ValueError): pass"),
+        (defaulting_getattr, "getattr(a, 'b', None)", "getattr(a, 'b')"),
+        (prints, "print(1)", "console.print(1)"),
+        (long_function, "def f():\n" + "    x = 1\n" * 120, "def f():\n" + "    x = 1\n" * 119),
+    ],
+)
+def test_the_rules_find_what_they_are_for(rule, bad, good):
+    assert findings(bad, rule) and not findings(good, rule)
+
+
+def test_no_file_is_too_long():
+    assert not [name_of(path) for path in all_python if len(path.read_text().splitlines()) > MAX_FILE_LINES]
+
+
+def test_no_function_is_too_long_anywhere():
+    assert not [f"{name_of(path)}:{line}" for path in all_python for line in findings(path.read_text(), long_function)]
+
+
+def test_nothing_is_left_unfinished():
+    assert not [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if MARKERS.search(line)
+    ]
+
+
+def text_files() -> Iterator[Path]:
+    for path in ROOT.rglob("*"):
+        hidden = {".venv", ".git", "outputs", "models", "build", "node_modules"} & set(path.relative_to(ROOT).parts)
+        if not hidden and path.is_file() and path.suffix in {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".cfg", ".json", ""}:
+            yield path
+
+
+def test_no_file_names_the_host_of_a_package_registry():
+    assert not [name_of(path) for path in text_files() if REGISTRY_HOSTS.search(path.read_text(errors="replace"))]
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the pellucid modules that a file imports, wherever in it, without the leading `pellucid.`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: a relative import"
+            modules = [f"pellucid.{alias.name}" for alias in node.names] if node.module == "pellucid" else [node.module or ""]
+        else:
+            continue
+        yield from ((module.removeprefix("pellucid."), node.lineno) for module in modules if module.startswith("pellucid."))
+
+
+def test_every_room_imports_only_what_the_table_allows():
+    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in sources} - {"__init__"}
+    assert rooms == set(MAY_IMPORT), "a room or a module beside the rooms is not in the table"
+    violations = []
+    for path in sources:
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for module, line in imports_of(path):
+            target = module.split(".")[0]
+            allowed = MAY_IMPORT.get(room, set())
+            if target != room and target not in allowed and ".".join(module.split(".")[:2]) not in allowed:
+                violations.append(f"{name_of(path)}:{line}: {room} imports {module}")
+    assert not violations
+
+
+def modules_after(code: str, *arguments: str, status: int = 0) -> set[str]:
+    """Run code in a new process, check its exit status and return the top-level modules it ended with."""
+    report = "\nfinally:\n    import sys; sys.stdout.write('MODULES ' + ' '.join(m for m in sys.modules if '.' not in m))"
+    body = "try:\n" + "\n".join(f"    {line}" for line in code.splitlines())
+    done = subprocess.run([sys.executable, "-c", body + report, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return set(done.stdout.partition("MODULES ")[2].split())
+
+
+def test_the_config_room_imports_no_torch():
+    modules = modules_after("import pellucid.config, pellucid.config.describe, pellucid.config.migrate")
+    assert not {"torch", "transformers", "numpy"} & modules
+
+
+@pytest.mark.parametrize("command", [["train"], ["sft"], ["config", "check"]])
+def test_a_config_error_is_reported_without_torch(command, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data: {train_size: 3}\n")
+    modules = modules_after("from pellucid.cli.main import main\nmain()", *command, str(recipe), status=2)
+    assert "hydra" in modules and not {"torch", "transformers"} & modules
+
+
+def test_help_imports_no_torch():
+    assert not {"torch", "transformers", "hydra"} & modules_after("from pellucid.cli.main import main\nmain()", "--help")
