@@ -38,13 +38,14 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     from pellucid.rundir import RunDir
 
     devices.choose_device(config.trainer.device)
-    run_dir = RunDir.create(config.trainer.default_local_dir)
     inputs = load_inputs(config)
+    if not config.trainer.val_only:
+        print_plan(config, len(inputs.train_prompts))
+    run_dir = RunDir.create(config.trainer.default_local_dir)
     with run_dir.lock(), inputs.scorer:
         if config.trainer.val_only:
             _validate_only(config, run_dir, inputs)
             return
-        print_plan(config, len(inputs.train_prompts))
         total_steps = num_steps(config, len(inputs.train_prompts) // config.data.train_batch_size)
         checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
         done = 0 if checkpoint is None else checkpoint_step(checkpoint)
