@@ -73,12 +73,14 @@ def load_model(
     try:
         with _Quiet():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **(override_config or {}))
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 folder,
                 config=config,
                 dtype=torch.float32,
                 attn_implementation=NAME,
                 trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise UserError(
@@ -86,6 +88,15 @@ def load_model(
             f"'{path}' cannot be loaded as a causal language model: {_first_line(error)}",
             "Is it a complete Hugging Face model folder or a hub id this machine can reach?",
         ) from error
+    # transformers would draw these at random and go on.
+    absent = sorted({*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])})
+    if absent:
+        raise UserError(
+            "actor_rollout_ref.model.path",
+            f"the weights of '{path}' lack {len(absent)} tensors that its config asks for, or have them in another shape; the "
+            f"first is '{absent[0]}'.",
+            "Download or export the whole model, with the config that belongs to its weights.",
+        )
     return _prepare(model, device, gradient_checkpointing)
 
 
