@@ -6,6 +6,7 @@ Used by custom rewards, datasets, estimators and losses; every failure names the
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ def load_object(spec: str, field: str) -> Any:
         assert loader_spec is not None and loader_spec.loader is not None
         module = importlib.util.module_from_spec(loader_spec)
         sys.modules[module_name] = module
-        loader_spec.loader.exec_module(module)
+        try:
+            loader_spec.loader.exec_module(module)
+        except Exception as error:
+            place = "" if isinstance(error, SyntaxError) else f", line {traceback.extract_tb(error.__traceback__)[-1].lineno}"
+            raise UserError(
+                field, f"the file '{path}' fails when it is imported ({type(error).__name__}: {error}{place}).", "Mend the file."
+            ) from error
     else:
         try:
             module = importlib.import_module(module_spec)
