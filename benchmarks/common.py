@@ -26,6 +26,7 @@ from pellucid.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from prompts import make_prompts
+from reward import score as reward_score  # noqa: F401 (for the step benchmark)
 
 PEERS = Path(__file__).parent / "peers"
 CPU = torch.device("cpu")

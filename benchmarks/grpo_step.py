@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 import torch
-from reward import score
 
-from common import Setup, gemm_gflops, parser, report, run_peer
+from common import Setup, gemm_gflops, parser, report, reward_score, run_peer
 from pellucid.algo.advantages import grpo
 from pellucid.config.schema.actor import ActorConfig
 from pellucid.roles.actor import Actor
@@ -31,7 +30,7 @@ def pellucid_step(setup: Setup, step: int) -> dict[str, float]:
     rollouts = engine.generate(setup.prompts, SamplingParams(n=GROUP, max_tokens=NEW_TOKENS, ignore_eos=True), stream=("bench", step))
     sampled = time.perf_counter()
     for rollout in rollouts:
-        rollout.reward = score(rollout.text)
+        rollout.reward = reward_score(rollout.text)
     batch = Batch.from_rollouts(rollouts)
     batch.advantages, batch.returns = grpo(batch.token_rewards, batch.mask, batch.group)
     actor.update(batch, step=step)
