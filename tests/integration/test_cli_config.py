@@ -66,7 +66,7 @@ def test_show_keeps_notices_out_of_the_yaml(recipe):
 
 
 def test_check_prints_the_plan(recipe):
-    text = run("check", recipe).stdout
+    text = " ".join(run("check", recipe).stdout.split())
     assert "4 prompts × 2 samples = 8 samples" in text
     assert "10 prompts ÷ 4 = 2 steps per epoch (2 prompts left over in each)" in text
     assert "OK: recipe.yaml" in text
