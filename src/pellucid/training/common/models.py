@@ -82,6 +82,14 @@ def load_model(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise UserError(
+            "actor_rollout_ref.model.path",
+            f"'{path}' is of an architecture ({config.model_type}) whose attention transformers does not let one replace.",
+            "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
+        ) from error
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise UserError(
             "actor_rollout_ref.model.path",
@@ -161,7 +169,7 @@ def _check_packing(model: PreTrainedModel, device: torch.device) -> None:
     )
     model.train(training)
     gap = (together - alone).abs().max()
-    if gap > 1e-3 * alone.abs().max():  # weights that are NaN pass: the first update reports them
+    if gap > 1e-3 * alone.abs().max():
         raise UserError(
             "actor_rollout_ref.model.path",
             f"{type(model).__name__} mixes the sequences of a pack, which packed training needs kept apart.",
