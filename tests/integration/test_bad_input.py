@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from conftest import contents
 from safetensors.torch import load_file, save_file
 
+from conftest import contents
 from pellucid.training.common.models import BUILTIN_FOLDER
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 from commands import ENVIRONMENT, MAIN
-from conftest import NUM_STEPS, contents, metrics, state
 from safetensors.torch import load_file
 
+from conftest import NUM_STEPS, contents, metrics, state
 from pellucid.rollout_dump import read_rollouts
 from pellucid.training.common.models import BUILTIN_FOLDER
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from commands import wait_for
+
 from conftest import NUM_STEPS, Workspace, contents, last_checkpoint, metrics, state, untimed
 
 SLOW_REWARD = """

@@ -3,8 +3,8 @@
 import json
 
 import yaml
-from conftest import NUM_STEPS, contents, metrics, state, untimed
 
+from conftest import NUM_STEPS, contents, metrics, state, untimed
 from pellucid.config import load_config
 from pellucid.metrics.table import find
 from pellucid.rollout_dump import read_rollouts

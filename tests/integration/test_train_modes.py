@@ -7,9 +7,9 @@ import json
 
 import pytest
 import torch
-from conftest import last_checkpoint, metrics, state
 from safetensors.torch import load_file
 
+from conftest import last_checkpoint, metrics, state
 from pellucid.rollout_dump import read_rollouts
 
 ACTOR = "actor_rollout_ref.actor"

@@ -87,7 +87,7 @@ def load_model(
             raise
         raise UserError(
             "actor_rollout_ref.model.path",
-            f"'{path}' is of an architecture ({config.model_type}) whose attention transformers does not let one replace.",
+            f"'{path}' is of an architecture whose attention transformers does not let one replace.",
             "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
         ) from error
     except (OSError, ValueError, json.JSONDecodeError) as error:
