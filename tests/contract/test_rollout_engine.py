@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, CPU, EOS, VOCABULARY, plain_copy, tiny_model
 
-from pellucid.rollout.native import NativeRolloutEngine
+from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.protocol import RolloutEngine, SamplingParams
 from pellucid.training.common.models import load_tokenizer
@@ -29,13 +29,17 @@ def trainer(name="llama", *, dtype=torch.float32) -> Fsdp2Engine:
     return Fsdp2Engine(tiny_model(name), None, MicroBatching(None, None), device=CPU, dtype=dtype)
 
 
-def _native(actor: Fsdp2Engine, *, max_num_seqs=256, max_num_batched_tokens=8192, seed=0) -> RolloutEngine:
+def _native(actor: Fsdp2Engine, *, max_num_seqs=256, max_num_batched_tokens=8192, seed=0) -> NativeRolloutEngine:
     return NativeRolloutEngine(
         actor, TOKENIZER, [EOS], max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, seed=seed
     )
 
 
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": _native}
+def _mismatch_off(actor: Fsdp2Engine, *, seed=0, **options) -> RolloutEngine:
+    return MismatchedEngine(_native(actor, seed=seed, **options), MismatchSettings(), seed)
+
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": _native, "mismatch_off": _mismatch_off}
 
 
 @pytest.fixture(params=ENGINES)

@@ -58,7 +58,9 @@ class NativeRolloutEngine:
         max_num_batched_tokens: int,
         seed: int,
     ) -> None:
-        self._actor, self._tokenizer, self._eos = actor, tokenizer, frozenset(eos_token_ids)
+        self.actor, self._tokenizer, self._eos = actor, tokenizer, frozenset(eos_token_ids)
+        self.dtype = actor.dtype
+        """What keys and values are stored in; the mismatch laboratory sets another than the trainer's."""
         self._max_num_seqs, self._max_prefill_tokens, self._seed = max_num_seqs, max_num_batched_tokens, seed
 
     def sync_weights(self) -> None:
@@ -76,11 +78,11 @@ class NativeRolloutEngine:
         """See `RolloutEngine.generate`."""
         run = _Generation(self, prompts, params, stream)
         rows = min(self._max_num_seqs, len(prompts) * params.n)
-        self._actor.model.eval()
+        self.actor.model.eval()
         with ExitStack() as stack:
-            stack.enter_context(self._actor.autocast())
-            if packing_pays(self._actor.device, self._actor.dtype):
-                stack.enter_context(packed_linears(self._actor.model, rows))
+            stack.enter_context(self.actor.autocast())
+            if packing_pays(self.actor.device, self.dtype):
+                stack.enter_context(packed_linears(self.actor.model, rows))
             while run.unfinished:
                 run.admit()
                 finished = run.release()
@@ -99,7 +101,7 @@ class _Generation:
         self, engine: NativeRolloutEngine, prompts: list[Prompt], params: SamplingParams, stream: tuple[str | int, ...]
     ) -> None:
         self._engine, self._params, self._stream = engine, params, stream
-        actor = engine._actor
+        actor = engine.actor
         self._model, self._device, self._version = actor.model, actor.device, actor.version
         config = self._model.config.get_text_config()
         heads = config.num_attention_heads
@@ -109,7 +111,7 @@ class _Generation:
             fields.get("num_key_value_heads") or heads,
             fields.get("head_dim") or config.hidden_size // heads,
             device=self._device,
-            dtype=actor.dtype,
+            dtype=engine.dtype,
         )
         # A token holds at least one byte of text, save for special ones; a little slack covers those.
         self._stop_window = max((len(stop.encode()) for stop in params.stop), default=0) + 4
