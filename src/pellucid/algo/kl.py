@@ -1,23 +1,33 @@
 """KL estimators between the policy and a reference, per token (Schulman, "Approximating KL divergence", 2020).
 
-Used as a loss term (with gradient) or subtracted from the token rewards (without).
+Used as a loss term (with gradient) or subtracted from the token rewards (without), there with a fixed or adaptive coefficient.
 """
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
+from torch import Tensor
 
 
-def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.Tensor:
+def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str, full_kl: Tensor | None = None) -> Tensor:
     """Return the [B, T] per-token estimate of KL(policy ‖ reference).
 
     Args:
         logp: [B, T] log-probs of the policy.
         ref_logp: [B, T] log-probs of the reference for the same tokens.
         kind: `kl`/`k1` logp − ref; `abs` its magnitude; `mse`/`k2` half its square;
-            `low_var_kl`/`k3` e^x − x − 1 with x = ref − logp clamped to ±20 and the result to ±10.
+            `low_var_kl`/`k3` e^x − x − 1 with x = ref − logp clamped to ±20 and the result to ±10; `full` is `full_kl`.
+            A trailing `+` keeps the value and takes the gradient of `k2`, whose expectation is the KL's own gradient.
+        full_kl: [B, T] exact divergence over the vocabulary, for `full`.
 
     Raises:
-        ValueError: the kind is unknown.
+        ValueError: the kind is unknown, or is `full` and `full_kl` is missing.
     """
+    if kind.endswith("+"):
+        value = kl_penalty(logp.detach(), ref_logp, kind[:-1], full_kl).detach()
+        k2 = kl_penalty(logp, ref_logp, "k2")
+        return value + (k2 - k2.detach())
     difference = logp - ref_logp
     if kind in ("kl", "k1"):
         return difference
@@ -28,4 +38,80 @@ def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str) -> torch.T
     if kind in ("low_var_kl", "k3"):
         x = (-difference).clamp(-20.0, 20.0)
         return (torch.expm1(x) - x).clamp(-10.0, 10.0)  # expm1: near zero e^x − 1 is all cancellation
+    if kind == "full":
+        if full_kl is None:
+            raise ValueError("the KL estimator 'full' needs `full_kl`, the divergence over the vocabulary")
+        return full_kl
     raise ValueError(f"unknown KL estimator '{kind}'")
+
+
+class KLController(Protocol):
+    """The coefficient of the KL penalty in the reward."""
+
+    coef: float
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Take in the mean KL (nats per token) of a step and the number of its samples."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint must hold."""
+        ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint."""
+        ...
+
+
+@dataclass(slots=True)
+class FixedKL:
+    """A coefficient that stays; it is the config's, so a checkpoint holds nothing."""
+
+    coef: float
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Change nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Change nothing."""
+
+
+@dataclass(slots=True)
+class AdaptiveKL:
+    """A coefficient that steers the KL towards `target` (arXiv 1909.08593): β ← β (1 + clip(kl/target − 1, ±0.2) · n/horizon)."""
+
+    coef: float
+    target: float
+    """Wanted KL in nats per token."""
+    horizon: float
+    """Samples over which an error of ±0.2 changes the coefficient by a fifth."""
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Move the coefficient by the step's error."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the coefficient over; the state of a fixed controller has none and leaves the config's."""
+        self.coef = state.get("coef", self.coef)
+
+
+def make_kl_controller(kind: str, coef: float, target: float, horizon: float) -> KLController:
+    """Return the controller that `algorithm.kl_ctrl.type` names.
+
+    Raises:
+        ValueError: the kind is neither `fixed` nor `adaptive`.
+    """
+    if kind == "fixed":
+        return FixedKL(coef)
+    if kind == "adaptive":
+        return AdaptiveKL(coef, target, horizon)
+    raise ValueError(f"unknown KL control '{kind}'")

@@ -1,7 +1,7 @@
 """The definition of every metric: name, unit and one sentence, in one place.
 
 Trackers refuse a name that is not defined here, and `docs/metrics.md` is written from here:
-`python -m pellucid.metrics.table > docs/metrics.md`. In a name, `<task>`, `<stage>` and `<k>` stand for any value.
+`python -m pellucid.metrics.table > docs/metrics.md`. In a name, `<task>`, `<stage>`, `<k>` and `<name>` stand for any value.
 """
 
 
@@ -41,12 +41,22 @@ _DEFINITIONS = [
     Metric("actor/lr", "1", "Learning rate of the step."),
     Metric("actor/pg_clipfrac", "fraction", "Response tokens whose ratio was clipped at the upper or lower bound."),
     Metric("actor/pg_clipfrac_lower", "fraction", "Response tokens with negative advantage held by the dual-clip bound."),
+    Metric("actor/pg_covfrac", "fraction", "Response tokens picked for their covariance of advantage and log-probability (`clip_cov`, `kl_cov`)."),
     Metric("actor/ppo_kl", "nats", "Mean of old minus new log-probability over response tokens: how far the step has moved."),
 
     *_spread("critic/score", "reward", "outcome score of a sample, as the reward function gave it"),
     *_spread("critic/rewards", "reward", "reward of a sample after any KL penalty"),
     *_spread("critic/advantages", "1", "advantage over response tokens"),
     *_spread("critic/returns", "reward", "return over response tokens"),
+
+    Metric("critic/vf_loss", "reward²", "Value loss, aggregated over the mini-batch as `critic.loss_agg_mode` says."),
+    Metric("critic/vf_clipfrac", "fraction", "Response tokens whose value loss is that of the clipped value."),
+    Metric("critic/vf_explained_var", "1", "1 − Var(return − value)/Var(return) over response tokens; 0 when the returns do not vary."),
+    *_spread("critic/values", "reward", "value over response tokens, before the update"),
+    Metric("critic/grad_norm", "1", "L2 norm of the critic's gradient before clipping."),
+    Metric("critic/lr", "1", "The critic's learning rate of the step."),
+
+    Metric("plugin/<name>", "as defined there", "A metric of a user's own loss."),
 
     *_spread("response_length", "tokens", "response length of a sample"),
     Metric("response_length/clip_ratio", "fraction", "Responses cut off at the length limit."),
@@ -98,7 +108,7 @@ _DEFINITIONS = [
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
 assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
 
-_WILDCARDS = {"<task>": r"[^\s]+", "<stage>": r"[a-z_]+", "<k>": r"[1-9]\d*"}
+_WILDCARDS = {"<task>": r"[^\s]+", "<name>": r"[^\s]+", "<stage>": r"[a-z_]+", "<k>": r"[1-9]\d*"}
 _PATTERNS: list[tuple[re.Pattern[str], Metric]] = [
     (re.compile(re.sub(r"<\w+>", lambda found: _WILDCARDS[found[0]], name)), metric)
     for name, metric in METRICS.items() if "<" in name
@@ -123,7 +133,7 @@ def metrics_markdown() -> str:
              "Every number in `metrics.jsonl`, on the console and in the trackers. Written from `pellucid/metrics/table.py`",
              "by `python -m pellucid.metrics.table > docs/metrics.md`; do not edit by hand.", "",
              "One line a step, key `step` first; a value that is not finite is written as `null`. In names, `<task>` is a task,",
-             "`<stage>` a stage of the step and `<k>` a number of samples."]
+             "`<stage>` a stage of the step, `<k>` a number of samples and `<name>` whatever the loss calls it."]
     group = ""
     for metric in _DEFINITIONS:
         if (head := metric.name.split("/")[0]) != group:
