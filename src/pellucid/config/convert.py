@@ -10,8 +10,17 @@ import types
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pellucid.config.fields import Alias, Length, Range, Refused, default_of, link_of
-from pellucid.errors import UserError, nearest
+from pellucid.config.fields import (
+    Alias,
+    Length,
+    OrImportPath,
+    Range,
+    Refused,
+    default_of,
+    is_import_path,
+    link_of,
+)
+from pellucid.errors import UserError, did_you_mean, nearest
 
 T = TypeVar("T")
 
@@ -63,7 +72,10 @@ def type_text(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return " ".join(
-            [type_text(args[0]), *(str(meta) for meta in args[1:] if isinstance(meta, Range | Length) and str(meta))]
+            [
+                type_text(args[0]),
+                *(str(meta) for meta in args[1:] if isinstance(meta, Range | Length | OrImportPath) and str(meta)),
+            ]
         )
     if origin is Literal:
         return " | ".join(str(arg) for arg in args)
@@ -72,7 +84,9 @@ def type_text(hint: Any) -> str:
     if origin is list:
         return f"list of {type_text(args[0])}"
     if origin is dict:
-        return "mapping"
+        return "mapping" if args[1] is Any else f"mapping to {type_text(args[1])}"
+    if dataclasses.is_dataclass(hint):
+        return "{" + ", ".join(item.name for item in dataclasses.fields(hint)) + "}"
     return {bool: "true | false", str: "text", type(None): "null"}.get(hint) or hint.__name__
 
 
@@ -122,6 +136,8 @@ def _value(value: Any, hint: Any, key: str, notices: list[str], allowed: str = "
         arms = [arg for arg in args if arg is not type(None)]
         arm = next((arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)), arms[0])
         return _value(value, arm, key, notices, allowed)
+    if dataclasses.is_dataclass(hint):
+        return _entry(value, hint, key, notices)
     if origin is Literal:
         if isinstance(value, str) and value in args:
             return value
@@ -130,11 +146,25 @@ def _value(value: Any, hint: Any, key: str, notices: list[str], allowed: str = "
     if origin is list and isinstance(value, list):
         return [_value(item, args[0], f"{key}[{index}]", notices) for index, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return value
+        return value if args[1] is Any else {k: _value(v, args[1], f"{key}.{k}", notices) for k, v in value.items()}
     made = None if origin or value is None else _scalar(value, hint)
     if made is None:
         raise UserError(key, f"{_shown(value)} is not allowed; it must be {allowed}.")
     return made
+
+
+def _entry(value: Any, cls: Any, key: str, notices: list[str]) -> Any:
+    """Return one entry of a list of mappings; fields without a default must be there."""
+    known = {item.name: item for item in dataclasses.fields(cls)}
+    if not isinstance(value, dict):
+        raise UserError(key, f"{_shown(value)} is not allowed; it must be {type_text(cls)}.")
+    for name in value:
+        if name not in known:
+            raise UserError(f"{key}.{name}", "there is no such key.", did_you_mean(str(name), known))
+    for name, item in known.items():
+        if name not in value and item.default is dataclasses.MISSING:
+            raise UserError(f"{key}.{name}", "must be set.", f"It is {type_text(hints_of(cls)[name])}.")
+    return cls(**{name: _value(part, hints_of(cls)[name], f"{key}.{name}", notices) for name, part in value.items()})
 
 
 def _annotated(value: Any, hint: Any, metas: tuple[Any, ...], key: str, notices: list[str], allowed: str) -> Any:
@@ -145,6 +175,12 @@ def _annotated(value: Any, hint: Any, metas: tuple[Any, ...], key: str, notices:
                 notices.append(f"{key}: {meta.said}")
         if isinstance(meta, Refused) and value in meta.words:
             raise UserError(key, f"'{value}' is not in this version.", meta.remedy)
+    if isinstance(value, str) and ":" in value and any(isinstance(meta, OrImportPath) for meta in metas):
+        if is_import_path(value):
+            return value
+        raise UserError(
+            key, f"'{value}' is not an import path.", "Write it as 'package.module:name' or 'file.py:name'."
+        )
     made = _value(value, hint, key, notices, allowed)
     for meta in metas:
         if isinstance(meta, Range | Length) and not meta.holds(made):

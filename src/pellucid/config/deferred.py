@@ -35,12 +35,6 @@ def _profiles_no_step(value: Any, tree: DictConfig) -> bool:
     )
 
 
-def _no_reward_model(value: Any, tree: DictConfig) -> bool:
-    from omegaconf import OmegaConf
-
-    return value is None or OmegaConf.select(tree, "reward_model.enable") in (None, False)
-
-
 @dataclass(frozen=True)
 class Deferred:
     """One pattern of dotted keys.
@@ -78,53 +72,16 @@ def _yaml_word(value: Any) -> str:
 
 _ENGINES = "the vLLM and SGLang engines"
 _FSDP = "sharded training"
-_CORRECTION = "rollout correction"
-CORRECTION_OFF: dict[str, tuple[Any, ...]] = {
-    "rollout_is": (False,),
-    "rollout_is_threshold": (),
-    "rollout_is_threshold_lower": (),
-    "rollout_is_level": ("token",),
-    "rollout_is_mode": ("truncate",),
-    "rollout_is_veto_threshold": (1e-4,),
-    "rollout_is_batch_normalize": (False,),
-    "rollout_rs": (),
-    "rollout_rs_threshold": (),
-    "rollout_rs_threshold_lower": (),
-    "bypass_mode": (False,),
-    "loss_type": ("ppo_clip",),
-    "rollout_correction_preset": ("disabled",),
-}
 
 DEFERRED: tuple[Deferred, ...] = (
     Deferred("global_profiler", _profiles_no_step, "profiling"),
     Deferred("*.profiler", _not_enabled, "profiling"),
-    Deferred("critic", (), "PPO with a critic"),
-    Deferred("trainer.critic_warmup", (0,), "PPO with a critic"),
-    Deferred("algorithm.gamma", (1.0,), "estimators that discount rewards"),
-    Deferred("algorithm.lam", (1.0,), "estimators that discount rewards"),
-    Deferred("algorithm.filter_groups", _not_enabled, "dynamic sampling"),
-    Deferred("algorithm.kl_ctrl.type", ("fixed",), "adaptive KL control"),
-    Deferred("algorithm.kl_ctrl.horizon", (10000,), "adaptive KL control"),
-    Deferred("algorithm.kl_ctrl.target_kl", (0.1,), "adaptive KL control"),
-    *(Deferred(f"algorithm.{key}", off, _CORRECTION) for key, off in CORRECTION_OFF.items()),
-    Deferred("algorithm.rollout_correction", (), _CORRECTION),
-    Deferred("reward_model.enable", (False,), "reward models"),
     Deferred("reward_model.launch_reward_fn_async", (False,), "asynchronous rewards"),
     Deferred("reward_model.reward_manager", ("naive",), "reward managers"),
-    Deferred("reward_model.model", _no_reward_model, "reward models"),
-    Deferred("reward_model.micro_batch_size_per_gpu", _no_reward_model, "reward models"),
     Deferred("trainer.balance_batch", _anything, "runs of several ranks"),
     Deferred("actor_rollout_ref.hybrid_engine", (True,), "split placement"),
-    Deferred("actor_rollout_ref.model.lora_rank", (0,), "LoRA"),
-    Deferred("actor_rollout_ref.model.lora_alpha", _anything, "LoRA"),
-    Deferred("actor_rollout_ref.model.target_modules", _anything, "LoRA"),
     Deferred("*.use_fused_kernels", (False,), "fused kernels"),
     Deferred("*.freeze_vision_tower", (False,), "models that see images; this run's model is text-only"),
-    Deferred("*.policy_loss.clip_cov_ratio", (0.0002,), "the clip_cov loss"),
-    Deferred("*.policy_loss.clip_cov_lb", (1.0,), "the clip_cov loss"),
-    Deferred("*.policy_loss.clip_cov_ub", (5.0,), "the clip_cov loss"),
-    Deferred("*.policy_loss.kl_cov_ratio", (0.0002,), "the kl_cov loss"),
-    Deferred("*.policy_loss.ppo_kl_coef", (0.1,), "the kl_cov loss"),
     Deferred("*.checkpoint.async_save", (False,), "asynchronous checkpoints"),
     Deferred("*.fsdp_config.param_offload", (False,), _FSDP),
     Deferred("*.fsdp_config.optimizer_offload", (False,), _FSDP),

@@ -6,6 +6,7 @@ The sections in `schema/` use these; `convert.py` enforces them and `describe.py
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,8 @@ class Length:
 class Alias:
     """Another spelling of a choice; `said` is the notice printed when it is used, empty for none."""
 
-    word: str | int
-    means: str | int
+    word: str | int | None
+    means: Any
     said: str = ""
 
 
@@ -69,6 +70,19 @@ class Refused:
     remedy: str
 
 
+@dataclass(frozen=True)
+class OrImportPath:
+    """Beside a `Literal`: a user's own function is allowed too, as `package.module:name` or `file.py:name`."""
+
+    def __str__(self) -> str:
+        return "or an import path"
+
+
+def is_import_path(text: str) -> bool:
+    """Tell whether `text` has the form of an import path; whether it leads anywhere is found out on loading."""
+    return re.fullmatch(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*", text) is not None
+
+
 def link(target: str) -> dict[str, str]:
     """Return the metadata of a field whose value follows another key unless it is set; null means "follow" too.
 
@@ -77,6 +91,10 @@ def link(target: str) -> dict[str, str]:
             gives when everything is at its default, for objects built in code.
     """
     return {"link": target}
+
+
+NULL_IS_OFF = {"null_is_off": True}
+"""Metadata of a section that users may set to null, which leaves all its keys at their defaults."""
 
 
 def link_of(item: dataclasses.Field[Any]) -> str | None:

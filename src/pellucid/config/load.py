@@ -121,6 +121,8 @@ def _drop_null_links(user: DictConfig, cls: type) -> None:
         if dataclasses.is_dataclass(hints[item.name]):
             if isinstance(value, DictConfig):
                 _drop_null_links(value, hints[item.name])
+            elif value is None and item.metadata.get("null_is_off"):
+                del user[item.name]
         elif value is None and link_of(item) is not None:
             del user[item.name]
 
@@ -161,6 +163,7 @@ def _suggest(key: str, known: dict[str, Any]) -> str:
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
     close = [siblings[word] for word in get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
     elsewhere = [name for name in known if name.endswith(f".{key}") or name.rpartition(".")[2] == leaf]
+    elsewhere = [name for name in elsewhere if not name.startswith("critic.")] or elsewhere
     others = [name for name in known if not key.startswith(f"{name}.")]
     candidates = (
         close or get_close_matches(key, elsewhere, n=1, cutoff=0.0) or get_close_matches(key, others, n=1, cutoff=0.6)
@@ -178,7 +181,7 @@ def _resolve(node: Any, cls: Any, prefix: str, missing: list[str]) -> dict[str, 
     from omegaconf.errors import OmegaConfBaseException
 
     values: dict[str, Any] = {}
-    for name, hint in hints_of(cls).items():
+    for item, (name, hint) in zip(dataclasses.fields(cls), hints_of(cls).items()):
         key = prefix + name
         try:
             value = "???" if OmegaConf.is_missing(node, name) else node[name]
@@ -192,6 +195,11 @@ def _resolve(node: Any, cls: Any, prefix: str, missing: list[str]) -> dict[str, 
             if "MissingMandatoryValue" not in str(error) and "Missing mandatory" not in str(error):
                 raise UserError(key, f"its interpolation cannot be resolved ({str(error).splitlines()[0]}).") from error
             value = "???"
-        if isinstance(value, str) and value == "???":
+        if isinstance(value, str) and value == "???" and not _follows(node, item):
             missing.append(key)
     return values
+
+
+def _follows(node: DictConfig, item: dataclasses.Field[Any]) -> bool:
+    """Tell whether a field still follows the key that the schema links it to (that key is reported in its place)."""
+    return link_of(item) is not None and node._get_node(item.name)._value() == link_of(item)

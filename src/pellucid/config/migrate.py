@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.config.convert import raise_all
-from pellucid.config.deferred import CORRECTION_OFF
+from pellucid.config.verl_correction import BLOCK, flat_keys, is_off
 from pellucid.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,25 +31,18 @@ class Old:
         off: values that need no replacement.
         new: from the key's parent and value to the new dotted keys and values.
         why: what a run says beside the new YAML.
+        translated: a run reads the key as the new YAML and says so; otherwise it stops.
     """
 
     pattern: str
     off: Callable[[Any], bool]
     new: Callable[[str, Any], dict[str, Any]]
     why: str
+    translated: bool = False
 
 
 def _profiler(parent: str) -> str:
     return f"{_ROLE_SECTION.get(parent, parent)}.profiler"
-
-
-def _correction_key(key: str) -> Old:
-    return Old(
-        f"algorithm.rollout_correction.{key}",
-        lambda value: value is None or value in CORRECTION_OFF[key],
-        lambda parent, value: {f"algorithm.{key}": value},
-        "The keys of algorithm.rollout_correction are flat here, and rollout correction is not in this version.",
-    )
 
 
 def _tis(parent: str, value: Any) -> dict[str, Any]:
@@ -95,7 +88,8 @@ OLD: tuple[Old, ...] = (
         "actor_rollout_ref.actor.tis_imp_ratio_cap",
         lambda value: value is None or (isinstance(value, int | float) and value <= 0),
         _tis,
-        "The key was removed, and rollout correction is not in this version: remove it.",
+        "The key was removed: importance sampling of the rollout is set under algorithm. `pellucid config migrate` "
+        "rewrites the file.",
     ),
     Old(
         "*.ppo_micro_batch_size",
@@ -103,7 +97,13 @@ OLD: tuple[Old, ...] = (
         lambda parent, value: {f"{parent}.ppo_micro_batch_size_per_gpu": value},
         "The global micro-batch size is gone; the new key counts samples on one rank.",
     ),
-    *map(_correction_key, CORRECTION_OFF),
+    Old(
+        BLOCK,
+        is_off,
+        lambda parent, value: flat_keys(value),
+        "The block's keys are flat here.",
+        translated=True,
+    ),
 )
 
 
@@ -119,36 +119,55 @@ class Found:
 
 def find_old(tree: DictConfig, prefix: str = "") -> Iterator[Found]:
     """Yield each old key that `tree` holds, in file order."""
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
 
     for name, child in tree.items_ex(resolve=False):
         key = f"{prefix}{name}"
         old = next((old for old in OLD if fnmatchcase(key, old.pattern)), None)
         if old is not None:
-            value = OmegaConf.to_container(child) if OmegaConf.is_config(child) else child
+            value = _plain(child, key, resolve=old.translated)
             yield Found(key, value, old, {} if old.off(value) else old.new(key.rpartition(".")[0], value))
         elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
             yield from find_old(child, f"{key}.")
 
 
+def _plain(node: Any, key: str, resolve: bool) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(node, resolve=resolve) if OmegaConf.is_config(node) else node
+    except OmegaConfBaseException as error:
+        raise UserError(key, f"its interpolation cannot be resolved ({str(error).splitlines()[0]}).") from error
+
+
 def drop_old(user: DictConfig, notices: list[str]) -> None:
-    """Take old keys that are off out of `user`; stop at any other.
+    """Take old keys that are off out of `user`, replace those that can be translated; stop at any other.
 
     Raises:
-        UserError: an old key is set; the text shows the YAML that takes its place (`ConfigError` for several).
+        UserError: an old key is set, and the text shows the YAML that takes its place; or a key is set both in the old
+            and the new spelling, to different values (`ConfigError` for several).
     """
+    from omegaconf import OmegaConf
+
     found = list(find_old(user))
     raise_all(
         [
             UserError(item.key, "this spelling is replaced by\n" + _yaml(item.new), item.old.why)
             for item in found
-            if item.new
+            if item.new and not item.old.translated
         ]
     )
     for item in found:
         _delete(user, item.key)
-    if found:
-        notices.append("Old spellings that are off, dropped: " + ", ".join(item.key for item in found))
+        for key, value in item.new.items():
+            if OmegaConf.select(user, key) not in (None, value):
+                raise UserError(key, f"is also set, to another value, by {item.key}.", "Keep one of the two.")
+            OmegaConf.update(user, key, value, force_add=True)
+        if item.new:
+            notices.append(f"{item.key} is read as\n{_yaml(item.new)}{item.old.why}")
+    if off := [item.key for item in found if not item.new]:
+        notices.append("Old spellings that are off, dropped: " + ", ".join(off))
 
 
 def drop_targets(tree: DictConfig, notices: list[str]) -> None:

@@ -1,11 +1,17 @@
 """The schema: one dataclass file a section; each field has a type, a range or choices, a default and a docstring."""
 
 from pellucid.config.schema.actor import ActorConfig, CheckpointConfig, OptimConfig, PolicyLossConfig, RefConfig
-from pellucid.config.schema.algorithm import AlgorithmConfig, KlControlConfig
+from pellucid.config.schema.algorithm import AlgorithmConfig, FilterGroupsConfig, KlControlConfig, RejectionRuleConfig
+from pellucid.config.schema.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from pellucid.config.schema.data import CustomClassConfig, DataConfig, SftDataConfig, SourceConfig
 from pellucid.config.schema.model import BaseModelConfig, ModelConfig, SftModelConfig
-from pellucid.config.schema.reward_model import CustomRewardConfig, RewardConfig
-from pellucid.config.schema.rollout import RolloutConfig, ValSamplingConfig
+from pellucid.config.schema.reward_model import (
+    CustomRewardConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardModelSourceConfig,
+)
+from pellucid.config.schema.rollout import RolloutConfig, SimulateMismatchConfig, ValSamplingConfig
 from pellucid.config.schema.root import ActorRolloutRefConfig, RunConfig, SftConfig, SftEngineConfig
 from pellucid.config.schema.trainer import BaseTrainerConfig, SftTrainerConfig, TrainerConfig
 
@@ -16,15 +22,22 @@ __all__ = [
     "BaseModelConfig",
     "BaseTrainerConfig",
     "CheckpointConfig",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CriticOptimConfig",
     "CustomClassConfig",
     "CustomRewardConfig",
     "DataConfig",
+    "FilterGroupsConfig",
     "KlControlConfig",
     "ModelConfig",
     "OptimConfig",
+    "OverlongBufferConfig",
     "PolicyLossConfig",
     "RefConfig",
+    "RejectionRuleConfig",
     "RewardConfig",
+    "RewardModelSourceConfig",
     "RolloutConfig",
     "RunConfig",
     "SftConfig",
@@ -32,6 +45,7 @@ __all__ = [
     "SftEngineConfig",
     "SftModelConfig",
     "SftTrainerConfig",
+    "SimulateMismatchConfig",
     "SourceConfig",
     "TrainerConfig",
     "ValSamplingConfig",

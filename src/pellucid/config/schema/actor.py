@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import MISSING, Length, Range, Refused, link
+from pellucid.config.fields import MISSING, Alias, Length, OrImportPath, Range, Refused, link
 
 Positive = Annotated[int, Range(ge=1)]
 Fraction = Annotated[float, Range(ge=0, le=1)]
-KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+Strategy = Annotated[Literal["fsdp2"], Refused(("fsdp", "megatron"), "Set it to fsdp2.")]
+KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
+KlLossType = Literal[KlType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
-LaterLoss = Refused(
-    ("gspo", "sapo", "gpg", "clip_cov", "clip-cov", "kl_cov", "kl-cov", "geo_mean", "geo-mean", "cispo", "dro"),
-    "Set it to vanilla, the clipped PPO loss; this version has no other.",
-)
+LossMode = Annotated[
+    Literal["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"],
+    Alias("clip-cov", "clip_cov"),
+    Alias("kl-cov", "kl_cov"),
+    Alias("geo-mean", "geo_mean"),
+    OrImportPath(),
+]
+SEQUENCE_MEAN_LOSSES = ("gspo", "sapo", "geo_mean")
+"""Losses that are means over sequences: they need `loss_agg_mode: seq-mean-token-mean`."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,32 @@ class CheckpointConfig:
 class PolicyLossConfig:
     """Which policy loss is minimised."""
 
-    loss_mode: Annotated[Literal["vanilla"], LaterLoss] = "vanilla"
-    """Form of the loss: vanilla is PPO's clipped ratio times advantage, with a dual clip."""
+    loss_mode: LossMode = "vanilla"
+    """Form of the loss: vanilla is PPO's clipped ratio times advantage, with a dual clip; `file.py:name` is a function
+    of your own."""
+    clip_cov_ratio: Annotated[float, Range(gt=0, le=1)] = 0.0002
+    """clip_cov: fraction of the mini-batch's tokens, at least one, whose loss is set to 0."""
+    clip_cov_lb: Annotated[float, Range()] = 1.0
+    """clip_cov: lowest covariance of advantage and log-probability of the tokens it draws from."""
+    clip_cov_ub: Annotated[float, Range()] = 5.0
+    """clip_cov: highest covariance of the tokens it draws from."""
+    kl_cov_ratio: Annotated[float, Range(gt=0, le=1)] = 0.0002
+    """kl_cov: fraction of the mini-batch's tokens, at least one, by highest covariance, that get a KL penalty."""
+    ppo_kl_coef: Annotated[float, Range(ge=0)] = 0.1
+    """kl_cov: weight of that penalty."""
+    tau_pos: Annotated[float, Range(gt=0)] = 1.0
+    """sapo: temperature of the soft gate where the advantage is positive."""
+    tau_neg: Annotated[float, Range(gt=0)] = 1.05
+    """sapo: temperature of the soft gate where the advantage is not positive."""
+    dro_beta: Annotated[float, Range(ge=0)] = 0.1
+    """dro: weight β of the quadratic penalty on the log-ratio."""
 
 
 @dataclass(frozen=True)
 class ActorConfig:
     """The policy update."""
 
-    strategy: Annotated[Literal["fsdp2"], Refused(("fsdp", "megatron"), "Set it to fsdp2.")] = MISSING
+    strategy: Strategy = MISSING
     """Training engine that holds the policy; fsdp2 is the one of this version. It must be set."""
     ppo_mini_batch_size: Positive = 256
     """Prompts per optimizer step; with `rollout.n` samples each, a mini-batch has prompts × n samples."""
@@ -85,7 +109,8 @@ class ActorConfig:
     clip_ratio_c: Annotated[float, Range(gt=1)] = 3.0
     """Dual clip: for negative advantages the loss stops growing once the ratio exceeds this."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How per-token losses become one number, always over the whole mini-batch."""
+    """How per-token losses become one number, always over the whole mini-batch; unless it is set, gspo, sapo and
+    geo_mean take seq-mean-token-mean, the one they are defined with."""
     loss_scale_factor: Annotated[float, Range(gt=0)] | None = None
     """Divisor of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
     entropy_coeff: Annotated[float, Range()] = 0.0
@@ -94,8 +119,9 @@ class ActorConfig:
     """Add the KL divergence to the frozen reference model to the loss."""
     kl_loss_coef: Annotated[float, Range(ge=0)] = 0.001
     """Weight of that KL term."""
-    kl_loss_type: KlType = "low_var_kl"
-    """Estimator of that KL term: kl = k1, mse = k2, low_var_kl = k3."""
+    kl_loss_type: KlLossType = "low_var_kl"
+    """Estimator of that KL term: kl = k1, mse = k2, low_var_kl = k3; full is exact over the vocabulary; a trailing +
+    keeps the value and takes k2's gradient."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """The form of the policy loss."""
     ppo_epochs: Positive = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pellucid.config.fields import MISSING, Alias
+from pellucid.config.fields import MISSING, Alias, Range
 
 Dtype = Annotated[Literal["float32", "bfloat16"], Alias("fp32", "float32"), Alias("bf16", "bfloat16")]
 
@@ -31,10 +31,16 @@ class BaseModelConfig:
 
 @dataclass(frozen=True)
 class ModelConfig(BaseModelConfig):
-    """The policy's weights, tokenizer and number format."""
+    """The policy's weights, tokenizer, number format and adapter."""
 
     path: str = MISSING
     """The model: `builtin` for the small one shipped in the package, a Hugging Face model folder, or a hub id."""
+    lora_rank: Annotated[int, Range(ge=0)] = 0
+    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains the weights themselves."""
+    lora_alpha: Annotated[int, Range(ge=1)] = 16
+    """The adapter's output is scaled by lora_alpha ÷ lora_rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get an adapter: all-linear, or a list of names such as `[q_proj, v_proj]`."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
-"""Section `reward_model`: how a response becomes a number."""
+"""Section `reward_model`: how a response becomes a number, by rule, by a function of the user's, or by a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pellucid.config.fields import Range
+from pellucid.config.fields import Range, link
+
+Positive = Annotated[int, Range(ge=1)]
+Weight = Annotated[float, Range()]
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,47 @@ class CustomRewardConfig:
 
 
 @dataclass(frozen=True)
-class RewardConfig:
-    """Scoring of responses."""
+class RewardModelSourceConfig:
+    """The model that scores."""
 
+    path: str | None = None
+    """A sequence classifier with one label, or a causal language model with a value head, as a folder or hub id."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder; only for sources you trust."""
+
+
+@dataclass(frozen=True)
+class OverlongBufferConfig:
+    """DAPO's soft length limit."""
+
+    enable: bool = False
+    """Lower the reward of responses that end in the last `len` tokens before `data.max_response_length`."""
+    len: Positive | None = None
+    """Tokens over which the penalty grows from 0; must be set when it is on."""
+    penalty_factor: Annotated[float, Range(gt=0)] = 1.0
+    """Penalty at the length limit."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Scoring of responses: weight × model's score + rule_weight × rule's score − length penalty."""
+
+    enable: bool = False
+    """Score with a reward model, beside the rule or in its place."""
+    model: RewardModelSourceConfig = field(default_factory=RewardModelSourceConfig)
+    """The reward model."""
+    micro_batch_size_per_gpu: Positive | None = None
+    """Samples in one forward pass of the reward model; null forms the passes by tokens."""
+    forward_max_token_len_per_gpu: Positive = field(
+        default=16384, metadata=link("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    )
+    """Most tokens in one forward pass of the reward model; null follows the actor."""
+    weight: Weight = 1.0
+    """Weight of the reward model's score."""
+    rule_weight: Weight = 1.0
+    """Weight of the verifier's or custom function's score; 0 does not call it."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    """Penalty on responses close to the length limit."""
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     """A Python function in place of the task's verifier."""
     reward_num_workers: Annotated[int, Range(ge=1)] = 2

@@ -31,6 +31,18 @@ class ValSamplingConfig:
 
 
 @dataclass(frozen=True)
+class SimulateMismatchConfig:
+    """The mismatch laboratory: training samples come from a policy that differs from the trained one on purpose."""
+
+    dtype: Annotated[Literal["bfloat16", "int8"], Alias("bf16", "bfloat16")] | None = None
+    """Round the rollout's weights to this format; null keeps them."""
+    stale_steps: Annotated[int, Range(ge=0)] = 0
+    """Sample with the weights of this many steps ago."""
+    noise: Annotated[float, Range(ge=0)] = 0.0
+    """Standard deviation of noise on the rollout's weights, as a fraction of each tensor's own."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """The engine that samples responses, and its limits."""
 
@@ -68,5 +80,7 @@ class RolloutConfig:
     """Most prompt tokens read in one forward pass."""
     seed: int = field(default=0, metadata=link("${trainer.seed}"))
     """Seed of the sampling noise; null follows `trainer.seed`."""
+    simulate_mismatch: SimulateMismatchConfig = field(default_factory=SimulateMismatchConfig)
+    """A deliberate gap between sampling and training, to study its correction; validation is not touched."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     """Sampling during validation."""

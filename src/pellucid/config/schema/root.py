@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pellucid.config.fields import Range
+from pellucid.config.fields import NULL_IS_OFF, Range
 from pellucid.config.schema.actor import ActorConfig, OptimConfig, RefConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
+from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.data import DataConfig, SftDataConfig
 from pellucid.config.schema.model import ModelConfig, SftModelConfig
 from pellucid.config.schema.reward_model import RewardConfig
@@ -37,6 +38,8 @@ class RunConfig:
     """The prompts, and how many make a step."""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     """The policy: model, update, reference and sampling."""
+    critic: CriticConfig = field(default_factory=CriticConfig, metadata=NULL_IS_OFF)
+    """The value model, loaded only for estimators that have one."""
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     """How a response is scored."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

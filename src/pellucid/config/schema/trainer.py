@@ -50,6 +50,8 @@ class TrainerConfig(BaseTrainerConfig):
     """Machines; 1 in this version."""
     placement: Annotated[Literal["local"], Refused(("ray",), "Set it to local: all runs in one process.")] = "local"
     """Where the roles run; local keeps them in one process."""
+    critic_warmup: Annotated[int, Range(ge=0)] = 0
+    """Steps at the start in which only the critic learns and the policy rests."""
     val_before_train: bool = True
     """Validate before the first step, so that the curve has a starting point."""
     val_only: bool = False
