@@ -1,36 +1,51 @@
-"""Loading and saving of Hugging Face causal language models and their tokenizers.
+"""Loading, checking and saving of Hugging Face models and their tokenizers.
 
 A model is named by a folder, a hub id, or `builtin` (the one shipped in the package). Weights are float32 masters; a run in
 bf16 computes under autocast, so that small updates are never rounded away.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from pellucid.errors import UserError
 from pellucid.training.common.attention import NAME, register_attention
+from pellucid.training.common.lora import adapter_rank, adapter_tensors, has_lora, merged_tensors
 from pellucid.training.common.packing import TokenSequence, pack
 
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).parents[2] / "assets" / "builtin"
+POLICY = "actor_rollout_ref.model.path"
+"""The config key that errors name unless the caller loads another model than the policy."""
 
 # What our attention and head compute differs from the architecture when one of these is set in its config.
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-def model_folder(path: str) -> str:
+CLASSIFIER_HEADS = ("score", "classifier")
+"""What transformers calls the output layer of sequence and token classifiers."""
+
+
+def model_folder(path: str, field: str = POLICY) -> str:
     """Return what transformers should load for `path`: the shipped folder for `builtin`, else `path` itself.
 
     Raises:
         UserError: the path looks like a folder and is none, or has no config or no weights.
     """
-    field = "actor_rollout_ref.model.path"
     if path == BUILTIN:
         return str(BUILTIN_FOLDER)
     folder = Path(path).expanduser()
@@ -62,50 +77,20 @@ def load_model(
     override_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
+    field: str = POLICY,
 ) -> PreTrainedModel:
     """Return the causal LM in float32 on `device`, with Pellucid's attention and without dropout.
+
+    `field` is the config key that names the model; errors name it.
 
     Raises:
         UserError: the model cannot be found or read, or its architecture computes something the packed path does not.
     """
-    register_attention()
-    folder = model_folder(path)
-    try:
-        with _Quiet():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **(override_config or {}))
-            model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-                folder,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation=NAME,
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except KeyError as error:
-        if error.args != (NAME,):
-            raise
-        raise UserError(
-            "actor_rollout_ref.model.path",
-            f"'{path}' is of an architecture whose attention transformers does not let one replace.",
-            "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
-        ) from error
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise UserError(
-            "actor_rollout_ref.model.path",
-            f"'{path}' cannot be loaded as a causal language model: {_first_line(error)}",
-            "Is it a complete Hugging Face model folder or a hub id this machine can reach?",
-        ) from error
-    # transformers would draw these at random and go on.
-    absent = sorted({*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])})
-    if absent:
-        raise UserError(
-            "actor_rollout_ref.model.path",
-            f"the weights of '{path}' lack {len(absent)} tensors that its config asks for, or have them in another shape; the "
-            f"first is '{absent[0]}'.",
-            "Download or export the whole model, with the config that belongs to its weights.",
-        )
-    return _prepare(model, device, gradient_checkpointing)
+    config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
+    model, loading = read_model(path, config, AutoModelForCausalLM, trust_remote_code=trust_remote_code, field=field)
+    check_complete(path, loading, field)
+    _check_head(model, field)
+    return prepare_model(model, device, gradient_checkpointing=gradient_checkpointing, field=field)
 
 
 def init_model(config_fields: dict[str, Any], *, seed: int, device: torch.device) -> PreTrainedModel:
@@ -116,23 +101,80 @@ def init_model(config_fields: dict[str, Any], *, seed: int, device: torch.device
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME)
-    return _prepare(model, device, gradient_checkpointing=False)
+    _check_head(model, POLICY)
+    return prepare_model(model, device, gradient_checkpointing=False, field=POLICY)
 
 
-def _prepare(model: PreTrainedModel, device: torch.device, gradient_checkpointing: bool) -> PreTrainedModel:
+def read_config(
+    path: str, override_config: dict[str, Any] | None, *, trust_remote_code: bool, field: str
+) -> PretrainedConfig:
+    """Return the transformers config of a model folder, hub id or `builtin`, with some of its fields replaced.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    folder = model_folder(path, field)
+    with _loading(path, field):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **(override_config or {}))
+
+
+def read_model(
+    path: str, config: PretrainedConfig, auto_class: Any, *, trust_remote_code: bool, field: str
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a model of one of transformers' auto classes as its file has it, and what did not fit (transformers' loading info).
+
+    Raises:
+        UserError: it cannot be read, or its attention cannot be replaced.
+    """
+    register_attention()
+    with _loading(path, field):
+        return auto_class.from_pretrained(
+            model_folder(path, field),
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=NAME,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+
+
+def check_complete(path: str, loading: dict[str, Any], field: str, *, but: str | None = None) -> None:
+    """Refuse weights that lack tensors, which transformers would draw at random; the tensor named `but` may be lacking.
+
+    Raises:
+        UserError: tensors are missing or have another shape than the config says.
+    """
+    absent = sorted({*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])} - {but})
+    if absent:
+        raise UserError(
+            field,
+            f"the weights of '{path}' lack {len(absent)} tensors that its config asks for, or have them in another shape; the "
+            f"first is '{absent[0]}'.",
+            "Download or export the whole model, with the config that belongs to its weights.",
+        )
+
+
+def prepare_model(
+    model: PreTrainedModel, device: torch.device, *, gradient_checkpointing: bool, field: str
+) -> PreTrainedModel:
+    """Check that the packed path computes what `model` does, drop its dropout and move it to `device`.
+
+    Raises:
+        UserError: the architecture computes something else, or weights are not finite.
+    """
     set_fields = [name for name in _UNSUPPORTED if model.config.to_dict().get(name) not in (None, 1, 1.0)]
     if set_fields:
         raise UserError(
-            "actor_rollout_ref.model.path",
+            field,
             f"{type(model).__name__} sets {', '.join(set_fields)}, which the packed path does not compute.",
             "Use an architecture without it (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
         )
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+    if any(vars(module).get("is_causal") is False for module in model.modules()):
         raise UserError(
-            "actor_rollout_ref.model.path",
-            f"{type(model).__name__} has an output head that is not a plain matrix, which the chunked log-probs need.",
-            "Use an architecture whose head has no bias (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
+            field,
+            f"{type(model).__name__} attends in both directions, which the packed path does not compute.",
+            "Use a decoder (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
         )
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -140,45 +182,67 @@ def _prepare(model: PreTrainedModel, device: torch.device, gradient_checkpointin
     broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
         raise UserError(
-            "actor_rollout_ref.model.path",
+            field,
             f"{len(broken)} of the model's tensors hold NaN or Inf, the first is '{broken[0]}'.",
             "Download or export the model anew, or take an earlier checkpoint.",
         )
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_gradient_checkpointing(model)
     model.to(device)  # pyright: ignore[reportArgumentType]
-    _check_packing(model, device)
+    _check_packing(model, device, field)
     return model
 
 
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Let `model` recompute its layers' activations in the backward pass, also where only adapters are trained."""
+    # Not the re-entrant kind: it drops the gradient of layers whose input needs none, as with a frozen embedding.
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:  # transformers before it renamed the method
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _check_head(model: PreTrainedModel, field: str) -> None:
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise UserError(
+            field,
+            f"{type(model).__name__} has an output head that is not a plain matrix, which the chunked log-probs need.",
+            "Use an architecture whose head has no bias (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
+        )
+
+
 @torch.no_grad()
-def _check_packing(model: PreTrainedModel, device: torch.device) -> None:
+def _check_packing(model: PreTrainedModel, device: torch.device, field: str) -> None:
     """Refuse a model whose tokens see another sequence of the pack: recurrent layers, or attention of its own.
 
     The last sequence of a pack must come out as it does alone.
     """
     first, last = TokenSequence([0, 1, 2], [], 0), TokenSequence([2, 1], [], 1)
     training = model.training
-    together, alone = (
-        model.eval()
-        .get_decoder()(
-            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout
+    decoder = model.eval().get_decoder()
+    try:
+        together, alone = (
+            decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout)
+            .last_hidden_state[0, -2:]
+            for inputs in (pack([first, last], device), pack([last], device))
         )
-        .last_hidden_state[0, -2:]
-        for inputs in (pack([first, last], device), pack([last], device))
-    )
+    except UserError as error:  # the attention does not know which config key named the model
+        raise UserError(field, error.reason, error.remedy) from error
     model.train(training)
     gap = (together - alone).abs().max()
     if gap > 1e-3 * alone.abs().max():
         raise UserError(
-            "actor_rollout_ref.model.path",
+            field,
             f"{type(model).__name__} mixes the sequences of a pack, which packed training needs kept apart.",
             "Use an architecture whose layers are plain attention (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
         )
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder, hub id or `builtin`.
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, field: str = "actor_rollout_ref.model.tokenizer_path"
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder, hub id or `builtin`; errors name the config key `field`.
 
     Raises:
         UserError: there is none, or it cannot be read.
@@ -188,19 +252,19 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(
-            "actor_rollout_ref.model.tokenizer_path",
+            field,
             f"no tokenizer can be loaded from '{path}': {_first_line(error)}",
-            "Set tokenizer_path to a folder that holds tokenizer.json.",
+            f"Set {field.rpartition('.')[2]} to a folder that holds tokenizer.json.",
         ) from error
 
 
 def save_hf_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write a folder that plain `transformers` loads with identical logits (up to `dtype`)."""
+    """Write a folder that plain `transformers` loads with identical logits (up to `dtype`); adapters are merged in."""
     folder.mkdir(parents=True, exist_ok=True)
     # Tied tensors once: as separate copies in another dtype they would be written twice.
-    state = {name: value.detach().to("cpu", dtype) for name, value in model_tensors(model).items()}
+    state = {name: value.detach().to("cpu", dtype) for name, value in merged_tensors(model).items()}
     stored_dtype = model.config.dtype
     model.config.dtype = dtype
     try:
@@ -212,8 +276,10 @@ def save_hf_model(
 
 
 def output_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """Return the layer from final hidden states to logits."""
+    """Return the layer from final hidden states to logits, or to the score of a value or reward model."""
     head = model.get_output_embeddings()
+    if head is None:
+        head = next((module for name, module in model.named_children() if name in CLASSIFIER_HEADS), None)
     assert isinstance(head, torch.nn.Linear)
     return head
 
@@ -231,11 +297,11 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str
 
 
 def model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors that make up the model's state, tied ones once: parameters and persistent buffers."""
-    persistent = model.state_dict().keys()
-    return dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name in persistent
-    }
+    """Return the tensors that make up the trained state, tied ones once: parameters and persistent buffers.
+
+    With LoRA only the adapters: the base is the frozen model folder.
+    """
+    return adapter_tensors(model) if has_lora(model) else merged_tensors(model)
 
 
 def load_weights(model: PreTrainedModel, file: Path) -> None:
@@ -245,6 +311,13 @@ def load_weights(model: PreTrainedModel, file: Path) -> None:
         UserError: the file's tensors are not this model's.
     """
     stored, own = load_file(file), model_tensors(model)
+    stored_rank, own_rank = adapter_rank(stored), adapter_rank(own)
+    if stored_rank != own_rank:
+        raise UserError(
+            "trainer.resume_mode",
+            f"the checkpoint '{file.parent}' is of a run with lora_rank {stored_rank}, and this one has {own_rank}.",
+            f"Set actor_rollout_ref.model.lora_rank={stored_rank}, or trainer.resume_mode=disable.",
+        )
     wrong = [
         name
         for name in stored.keys() | own.keys()
@@ -254,7 +327,8 @@ def load_weights(model: PreTrainedModel, file: Path) -> None:
         raise UserError(
             "trainer.resume_mode",
             f"the checkpoint '{file.parent}' is of another model: '{sorted(wrong)[0]}' does not match.",
-            "Set actor_rollout_ref.model.path as in the run that wrote it, or trainer.resume_mode=disable.",
+            f"Set model.path{' and target_modules' if own_rank else ''} as in the run that wrote it, or "
+            "trainer.resume_mode=disable.",
         )
     with torch.no_grad():
         for name, tensor in own.items():
@@ -271,6 +345,33 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 def num_parameters(model: PreTrainedModel) -> int:
     """Return the number of distinct parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_trainable_parameters(model: PreTrainedModel) -> int:
+    """Return the number of distinct parameters that the optimizer moves: with LoRA those of the adapters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@contextmanager
+def _loading(path: str, field: str) -> Iterator[None]:
+    """Read quietly, and say what is wrong with `path` in the user's terms."""
+    try:
+        with _Quiet():
+            yield
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise UserError(
+            field,
+            f"'{path}' is of an architecture whose attention transformers does not let one replace.",
+            "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
+        ) from error
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise UserError(
+            field,
+            f"'{path}' cannot be loaded as a language model: {_first_line(error)}",
+            "Is it a complete Hugging Face model folder or a hub id this machine can reach?",
+        ) from error
 
 
 class _Quiet:
