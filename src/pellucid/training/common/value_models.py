@@ -1,0 +1,150 @@
+"""Models whose output is one number a token: the critic, and reward models that others trained.
+
+A value model is a causal LM whose output head [V, H] is replaced by a [1, H] one, so that everything that packs, trains and
+stores a policy serves it as well; `output_head` returns that head.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+from transformers.utils.hub import cached_file
+
+from pellucid.errors import UserError
+from pellucid.training.common.models import (
+    check_complete,
+    load_model,
+    model_folder,
+    model_tensors,
+    output_head,
+    prepare_model,
+    read_config,
+    read_model,
+)
+
+CRITIC, REWARD_MODEL = "critic.model.path", "reward_model.model.path"
+
+_CLASSIFIERS = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+_TRL_WEIGHT, _TRL_BIAS = "v_head.summary.weight", "v_head.summary.bias"
+_ACCEPTED = (
+    "Give a …ForSequenceClassification or …ForTokenClassification model with num_labels 1, a critic that Pellucid saved, or a "
+    "causal language model with TRL's value head (v_head.summary)."
+)
+
+
+def load_value_model(
+    path: str,
+    *,
+    device: torch.device,
+    override_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+    field: str = CRITIC,
+) -> PreTrainedModel:
+    """Return a critic that values everything at 0: the causal LM at `path` with a zero [1, H] head in place of its own.
+
+    Raises:
+        UserError: as `load_model`, naming `field`.
+    """
+    model = load_model(
+        path,
+        device=device,
+        override_config=override_config,
+        trust_remote_code=trust_remote_code,
+        gradient_checkpointing=gradient_checkpointing,
+        field=field,
+    )
+    _set_scalar_head(model, torch.zeros(1, output_head(model).in_features), None)
+    return model
+
+
+def load_reward_model(
+    path: str,
+    *,
+    device: torch.device,
+    override_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    field: str = REWARD_MODEL,
+) -> PreTrainedModel:
+    """Return a frozen reward model in float32 on `device`; the score of a text is its head's output at the last token.
+
+    Taken are a sequence or token classifier with one label, a critic saved by `save_hf_model`, and a causal LM with TRL's
+    value head.
+
+    Raises:
+        UserError: `field` names none of these, or one that the packed path does not compute.
+    """
+    config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
+    architecture = (config.architectures or [""])[0]
+    options = {"trust_remote_code": trust_remote_code, "field": field}
+    for ending, auto_class in _CLASSIFIERS.items():
+        if architecture.endswith(ending):
+            model, loading = read_model(path, config, auto_class, **options)
+            check_complete(path, loading, field)
+            _check_one_label(model, path, field)
+            break
+    else:
+        model, loading = read_model(path, config, AutoModelForCausalLM, **options)
+        _adopt_scalar_head(model, loading, path, field)
+    return prepare_model(model, device, gradient_checkpointing=False, field=field).requires_grad_(False)
+
+
+def _check_one_label(model: PreTrainedModel, path: str, field: str) -> None:
+    if model.config.num_labels != 1:
+        raise UserError(field, f"'{path}' is a classifier of {model.config.num_labels} labels, not of one.", _ACCEPTED)
+
+
+def _adopt_scalar_head(model: PreTrainedModel, loading: dict[str, Any], path: str, field: str) -> None:
+    """Give a causal LM the [1, H] head that its file holds: under the head's own name, or under TRL's."""
+    head = model.get_output_embeddings()
+    name = next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
+    shape = next((shape for found, shape, _ in loading["mismatched_keys"] if found == name and shape[0] == 1), None)
+    if shape is not None:
+        check_complete(path, loading, field, but=name)
+        # Some architectures call the head differently on disk, so it is the [1, H] tensor that is no other one's.
+        others = model_tensors(model).keys() - {name}
+        found = _read_tensors(path, lambda key, size: key not in others and list(size) == list(shape), field)
+        _set_scalar_head(model, next(iter(found.values())), None)
+    elif _TRL_WEIGHT in loading["unexpected_keys"]:
+        check_complete(path, loading, field)
+        found = _read_tensors(path, lambda key, _: key in (_TRL_WEIGHT, _TRL_BIAS), field)
+        _set_scalar_head(model, found[_TRL_WEIGHT], found.get(_TRL_BIAS))
+    else:
+        raise UserError(field, f"'{path}' ({type(model).__name__}) has no scalar head, so it scores nothing.", _ACCEPTED)
+
+
+def _set_scalar_head(model: PreTrainedModel, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Replace the output head by `weight` [1, H] and `bias` [1], in float32; the old head's memory is freed."""
+    device = output_head(model).weight.device
+    head = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None, device=device)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    model.set_output_embeddings(head)
+    model.config.tie_word_embeddings = False  # or saving and loading would tie the head to the embeddings again
+
+
+def _read_tensors(path: str, wanted: Callable[[str, list[int]], bool], field: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model's safetensors files whose name and shape are `wanted`: at least one."""
+    config_file = cached_file(model_folder(path, field), "config.json")
+    assert config_file is not None
+    tensors = {}
+    for file in sorted(Path(config_file).parent.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            names = [name for name in stored.keys() if wanted(name, stored.get_slice(name).get_shape())]  # noqa: SIM118
+            tensors |= {name: stored.get_tensor(name) for name in names}
+    if not tensors:
+        raise UserError(field, f"the scalar head of '{path}' is not in a safetensors file.", "Save it as safetensors.")
+    return tensors
