@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import Setup, best_seconds, gemm_gflops, parser, report
+from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.packing import TokenSequence
+from pellucid.training.protocol import TokenScores
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 45, 48
 
@@ -28,10 +30,11 @@ def sequences(num: int, group_size: int) -> list[TokenSequence]:
 
 def pellucid_update(setup: Setup, batch: list[TokenSequence]) -> None:
     """One optimizer step on a policy-gradient loss."""
-    def loss(rows: list[int], logp: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        return -logp.sum() / (len(batch) * RESPONSE_TOKENS)
+    def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
+        assert scores.logp is not None
+        return -scores.logp.sum() / (len(batch) * RESPONSE_TOKENS)
 
-    setup.engine.train_mini_batch(batch, loss, temperature=1.0, with_entropy=True)
+    setup.engine.train_mini_batch(batch, LogProbHead(1.0, with_entropy=True), loss)
 
 
 def transformers_update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: list[TokenSequence], micro: int) -> None:

@@ -74,6 +74,8 @@ class Rollout:
     failure: RewardFailure | None = None
     training_logprobs: list[float] | None = None
     """[L] log-probability of the same ids under the training engine's policy."""
+    correction_weights: list[float] | None = None
+    """[L] weight of each token in the policy loss, where rollout correction was applied."""
 
 
 @dataclass(slots=True)
@@ -91,8 +93,20 @@ class Batch:
     """[B] int64 index of the sample's prompt within the batch."""
     old_logp: torch.Tensor | None = None
     """[B, T] float32 log-probs of the training policy before the update; None when the update's own forward supplies them."""
+    training_logp: torch.Tensor | None = None
+    """[B, T] float32 log-probs just before a row's first update, where `old_logp` is the rollout policy's (bypass mode)."""
     ref_logp: torch.Tensor | None = None
-    """[B, T] float32 log-probs of the frozen reference; None without a KL term."""
+    """[B, T] float32 log-probs of the frozen reference; None without a KL term that samples."""
+    exact_kl: torch.Tensor | None = None
+    """[B, T] float32 exact KL from the reference's distribution; None unless the reward is penalised by it."""
+    values: torch.Tensor | None = None
+    """[B, T] float32 the critic's value of the state before each token; None without a critic."""
+    greedy_scores: torch.Tensor | None = None
+    """[B] float32 reward of the greedy response to the sample's prompt; None unless the estimator needs it (ReMax)."""
+    reward_components: torch.Tensor | None = None
+    """[B, K] float32 named parts of the reward; None unless the estimator needs them (GDPO)."""
+    correction_weights: torch.Tensor | None = None
+    """[B, T] float32 rollout-correction weights of the policy loss; None where no correction is applied."""
     advantages: torch.Tensor | None = None
     """[B, T] float32."""
     returns: torch.Tensor | None = None
@@ -129,5 +143,16 @@ class Batch:
         return {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
 
 
-_OPTIONAL_TENSORS = ("old_logp", "ref_logp", "advantages", "returns")
+_OPTIONAL_TENSORS = (
+    "old_logp",
+    "training_logp",
+    "ref_logp",
+    "exact_kl",
+    "values",
+    "greedy_scores",
+    "reward_components",
+    "correction_weights",
+    "advantages",
+    "returns",
+)
 _TENSORS = ("mask", "rollout_logp", "token_rewards", "group", *_OPTIONAL_TENSORS)

@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 from tiny import ARCHITECTURES, CPU, VOCABULARY, plain_copy, tiny_model
 from transformers import PreTrainedModel
 
+from pellucid.algo.policy_loss import POLICY_LOSSES
 from pellucid.config.schema.actor import ActorConfig
-from pellucid.roles.actor import Actor
+from pellucid.roles.actor import Actor, ActorSettings
+from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, pack, pad, sequences_of, split_micro_batches
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
-from pellucid.training.protocol import NonFiniteError, TrainingEngine
+from pellucid.training.protocol import NonFiniteError, TokenScores, TrainingEngine
 from pellucid.types import Batch, Prompt, RewardFailure, Rollout
 
 MakeEngine = Callable[..., TrainingEngine]
@@ -96,7 +98,7 @@ def test_log_probs_equal_plain_transformers(make_engine, architecture):
     expected_logp, expected_entropy = plain_scores(plain_copy(architecture, model), sequences, 0.8)
     assert expected_logp.std() > 0.5  # the model is far from uniform: a wrong mask would show
     for name, cut in CUTS.items():
-        scores = make_engine(model, cut).compute_log_probs(sequences, temperature=0.8, with_entropy=True)
+        scores = make_engine(model, cut).forward(sequences, LogProbHead(0.8, with_entropy=True))
         torch.testing.assert_close(
             scores.logp, expected_logp, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
         )
@@ -104,15 +106,15 @@ def test_log_probs_equal_plain_transformers(make_engine, architecture):
 
 
 def test_entropy_only_on_request(make_engine):
-    scores = make_engine(tiny_model("llama"), WHOLE).compute_log_probs(some_sequences(), temperature=1.0)
-    assert not scores.entropy.any()
+    scores = make_engine(tiny_model("llama"), WHOLE).forward(some_sequences(), LogProbHead(1.0))
+    assert scores.entropy is not None and not scores.entropy.any()
 
 
 def test_shared_prompts_are_processed_once(make_engine):
     model, sequences = tiny_model("llama"), some_sequences()
     responses = sum(len(s.response_ids) - 1 for s in sequences)
-    packed = make_engine(model, WHOLE).compute_log_probs(sequences, temperature=1.0)
-    padded = make_engine(model, CUTS["whole-padded"]).compute_log_probs(sequences, temperature=1.0)
+    packed = make_engine(model, WHOLE).forward(sequences, LogProbHead(1.0))
+    padded = make_engine(model, CUTS["whole-padded"]).forward(sequences, LogProbHead(1.0))
     assert packed.num_input_tokens == responses + 7 + 3 + 12
     assert padded.num_input_tokens == responses + 3 * 7 + 3 + 4 * 12
 
@@ -121,25 +123,23 @@ def test_shared_prompts_are_processed_once(make_engine):
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_no_attention_across_sequences(make_engine, architecture, cut):
     engine, sequences = make_engine(tiny_model(architecture), CUTS[cut]), some_sequences()
-    before = engine.compute_log_probs(sequences, temperature=1.0).logp
+    before = engine.forward(sequences, LogProbHead(1.0)).logp
     for changed in range(len(sequences)):
         others = [row for row in range(len(sequences)) if row != changed]
         other = [(token + 1) % VOCABULARY for token in sequences[changed].response_ids]
         varied = [*sequences]
         varied[changed] = dataclasses.replace(sequences[changed], response_ids=other)
-        after = engine.compute_log_probs(varied, temperature=1.0).logp
+        after = engine.forward(varied, LogProbHead(1.0)).logp
         torch.testing.assert_close(after[others], before[others], rtol=0, atol=1e-6)
         assert not torch.equal(after[changed], before[changed])
 
 
 def test_progress_counts_every_sequence(make_engine):
     engine, sequences, seen = make_engine(tiny_model("llama"), CUTS["tokens-packed"]), some_sequences(), []
-    engine.compute_log_probs(sequences, temperature=1.0, on_done=seen.append)
+    engine.forward(sequences, LogProbHead(1.0), on_done=seen.append)
     assert len(seen) > 1 and sum(seen) == len(sequences)
     seen.clear()
-    engine.train_mini_batch(
-        sequences, lambda rows, logp, entropy: logp.sum(), temperature=1.0, with_entropy=False, on_done=seen.append
-    )
+    engine.train_mini_batch(sequences, LogProbHead(1.0), lambda rows, scores: scores.logp.sum(), on_done=seen.append)
     assert len(seen) > 1 and sum(seen) == len(sequences)
 
 
@@ -156,7 +156,7 @@ def some_batch(engine: TrainingEngine) -> Batch:
         rollouts.append(Rollout(prompt, row, s.response_ids, [0.0] * length, [0] * length, "stop", reward=0.0))
     rollouts[4].failure = RewardFailure("timeout", "")
     batch = Batch.from_rollouts(rollouts)
-    logp = engine.compute_log_probs(sequences_of(rollouts), temperature=0.8).logp
+    logp = engine.forward(sequences_of(rollouts), LogProbHead(0.8)).logp
     generator = torch.Generator().manual_seed(5)
     noise = [torch.randn(logp.shape, generator=generator) for _ in range(3)]
     batch.old_logp = (logp + 0.3 * noise[0]) * batch.mask
@@ -174,7 +174,8 @@ def actor(engine: TrainingEngine, mode: str) -> Actor:
         use_kl_loss=True,
         kl_loss_coef=0.1,
     )  # pyright: ignore[reportArgumentType]
-    return Actor(engine, config, temperature=0.8, max_response_length=20, seed=0)
+    settings = ActorSettings(POLICY_LOSSES["vanilla"], temperature=0.8, max_response_length=20, seed=0)
+    return Actor(engine, config, settings)
 
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -237,9 +238,8 @@ def test_gradient_equals_autograd_through_plain_transformers(make_engine, archit
     engine = make_engine(model, CUTS["tokens-packed"], lr=0.0, betas=(0.0, 0.999))
     result = engine.train_mini_batch(
         sequences,
-        lambda rows, logp, entropy: (logp.square().sum(dim=1) * (torch.tensor(rows) + 1)).sum(),
-        temperature=0.8,
-        with_entropy=False,
+        LogProbHead(0.8),
+        lambda rows, scores: (scores.logp.square().sum(dim=1) * (torch.tensor(rows) + 1)).sum(),
     )
     ours = gradient(engine, tmp_path)
     theirs = torch.cat([expected[name].grad.flatten() for name in sorted(expected)])  # pyright: ignore[reportOptionalMemberAccess]
@@ -263,12 +263,13 @@ def test_gradient_checkpointing_changes_nothing(make_engine, tmp_path):
 # --- the update -------------------------------------------------------------------------------------------------------
 
 
-def simple_loss(rows: list[int], logp: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    return -logp.sum() / 60
+def simple_loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
+    assert scores.logp is not None
+    return -scores.logp.sum() / 60
 
 
 def train(engine: TrainingEngine, loss=simple_loss, sequences=None):
-    return engine.train_mini_batch(sequences or some_sequences(), loss, temperature=1.0, with_entropy=False)
+    return engine.train_mini_batch(sequences or some_sequences(), LogProbHead(1.0), loss)
 
 
 def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -291,10 +292,10 @@ def test_updates_lower_the_loss_and_count_versions(make_engine):
 
 def test_scores_are_those_before_the_step(make_engine):
     engine = make_engine(tiny_model("llama"), CUTS["tokens-packed"])
-    before = engine.compute_log_probs(some_sequences(), temperature=1.0)
+    before = engine.forward(some_sequences(), LogProbHead(1.0))
     result = train(engine)
     torch.testing.assert_close(result.scores.logp, before.logp, rtol=0, atol=1e-6)
-    assert not torch.allclose(engine.compute_log_probs(some_sequences(), temperature=1.0).logp, before.logp, atol=1e-4)
+    assert not torch.allclose(engine.forward(some_sequences(), LogProbHead(1.0)).logp, before.logp, atol=1e-4)
 
 
 def test_gradient_norm_is_reported_before_clipping(make_engine, tmp_path):
@@ -317,7 +318,7 @@ def test_nan_weight_stops_the_update(make_engine):
     before = weights(model)
     with pytest.raises(NonFiniteError) as caught:
         train(engine)
-    assert caught.value.quantity == "actor/pg_loss" and math.isnan(caught.value.value)
+    assert caught.value.quantity == "loss" and math.isnan(caught.value.value)
     assert len(caught.value.rows) == 1 and caught.value.rows[0] in bad
     after = weights(model)
     assert all(torch.equal(before[name].nan_to_num(7.0), after[name].nan_to_num(7.0)) for name in before)
@@ -328,8 +329,8 @@ def test_infinite_gradient_stops_the_update(make_engine):
     model = tiny_model("llama")
     engine, before = make_engine(model, WHOLE), weights(model)
     with pytest.raises(NonFiniteError) as caught:
-        train(engine, lambda rows, logp, entropy: (logp - logp.detach()).abs().sqrt().sum())
-    assert caught.value.quantity == "actor/grad_norm"
+        train(engine, lambda rows, scores: (scores.logp - scores.logp.detach()).abs().sqrt().sum())
+    assert caught.value.quantity == "grad_norm"
     assert caught.value.rows == list(range(len(some_sequences())))
     assert same(weights(model), before)
     assert engine.version == 0
@@ -339,10 +340,10 @@ def test_a_failed_update_leaves_no_gradient_behind(make_engine):
     engines = [make_engine(model, CUTS["one-by-one-packed"]) for model in (tiny_model("llama"), tiny_model("llama"))]
     calls = 0
 
-    def fails_late(rows, logp, entropy):
+    def fails_late(rows, scores):
         nonlocal calls
         calls += 1
-        return logp.sum() * (math.nan if calls == 5 else 1.0)
+        return scores.logp.sum() * (math.nan if calls == 5 else 1.0)
 
     with pytest.raises(NonFiniteError):
         train(engines[0], fails_late)
@@ -384,9 +385,9 @@ def test_parts_are_saved_as_asked(make_engine, tmp_path):
 
 def test_bf16_computes_close_and_keeps_float32_masters(make_engine):
     model, sequences = tiny_model("llama"), some_sequences()
-    exact = make_engine(model, WHOLE).compute_log_probs(sequences, temperature=1.0, with_entropy=True)
+    exact = make_engine(model, WHOLE).forward(sequences, LogProbHead(1.0, with_entropy=True))
     engine = make_engine(model, WHOLE, dtype=torch.bfloat16)
-    rough = engine.compute_log_probs(sequences, temperature=1.0, with_entropy=True)
+    rough = engine.forward(sequences, LogProbHead(1.0, with_entropy=True))
     assert rough.logp.dtype == rough.entropy.dtype == torch.float32
     gap = (rough.logp - exact.logp).abs()
     assert 0 < float(gap.mean()) < 0.02 and float(gap.max()) < 0.2

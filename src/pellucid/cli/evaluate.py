@@ -70,7 +70,7 @@ def run_eval(
     with make_scorer(path or None, name, 2, 30.0) as scorer, progress(transient=True) as bar:
         task = bar.add_task("answering", total=len(data.prompts) * samples, info="")
         rollouts = answer(
-            engine, scorer, data.prompts, params, batch_size=None, on_done=lambda count: bar.advance(task, count)
+            engine, scorer.score, data.prompts, params, batch_size=None, on_done=lambda count: bar.advance(task, count)
         )
     if out is not None:
         write_rollouts(out, rollouts, step=0, pieces=partial(token_pieces, tokenizer))

@@ -5,38 +5,51 @@ Data and reward are checked before the plan is printed, the plan before the mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid import devices
+from pellucid.algo.advantages import Estimator
+from pellucid.algo.correction import CorrectionSettings
+from pellucid.algo.kl import AdaptiveKL, FixedKL, make_kl_controller
+from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import RunConfig
 from pellucid.config.plan import build_plan, read_model_facts
-from pellucid.config.schema.actor import OptimConfig
+from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS
 from pellucid.console import console, notice
+from pellucid.controller.make_roles import (
+    choose_estimator,
+    choose_policy_loss,
+    correction_settings,
+    load_policy,
+    make_actor,
+    make_actor_engine,
+    make_critic,
+    make_reference,
+    make_reward_model,
+)
+from pellucid.controller.rewards import Rewards
 from pellucid.data import PromptLoader, build_prompts
 from pellucid.metrics.console import StepDisplay
 from pellucid.metrics.trackers import Trackers
 from pellucid.profiler.spans import SpanRecorder
 from pellucid.reward import Scorer, make_scorer
 from pellucid.roles.actor import Actor
+from pellucid.roles.critic import Critic
 from pellucid.roles.reference import Reference
-from pellucid.rollout.native import NativeRolloutEngine
-from pellucid.rollout.protocol import RolloutEngine
+from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
 from pellucid.rundir import RunDir
 from pellucid.training.common.models import (
     eos_token_ids,
-    load_model,
     load_tokenizer,
     model_folder,
-    num_parameters,
     token_pieces,
 )
-from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.protocol import TrainingEngine
 from pellucid.types import Prompt
 
 
@@ -55,22 +68,45 @@ class Run:
     val_prompts: list[Prompt]
     actor: Actor
     reference: Reference | None
-    rollout_engine: RolloutEngine
-    scorer: Scorer
+    critic: Critic | None
+    rollout_engine: NativeRolloutEngine | MismatchedEngine
+    """Samples what is trained on; under `rollout.simulate_mismatch` not quite from the trained policy."""
+    validation_engine: NativeRolloutEngine
+    """Samples from the trained policy itself."""
+    rewards: Rewards
+    estimator: Estimator
+    correction: CorrectionSettings | None
+    kl_control: FixedKL | AdaptiveKL
+    engines: list[TrainingEngine]
+    """Every training engine of the run, whose arithmetic counts into its utilisation."""
     spans: SpanRecorder
     display: StepDisplay
     trackers: Trackers
-    num_parameters: int
     total_steps: int
     first_step: int = 1
     """The next step to run; later than 1 after a resume."""
+    warned: set[str] = field(default_factory=set)
+    """Metrics of which it was said that they left their healthy range."""
 
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether a pass before the update must supply `old_logp`: the update's own forward does when it is the only one."""
         actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
         one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
-        return not one_update or algorithm.use_kl_in_reward
+        return not one_update or algorithm.use_kl_in_reward or self.corrects
+
+    @property
+    def corrects(self) -> bool:
+        """Whether weights or a smaller mask are worked out before the update; in bypass mode the update does it itself."""
+        algorithm = self.config.algorithm
+        return not algorithm.bypass_mode and (algorithm.rollout_is or bool(algorithm.rollout_rs))
+
+    @property
+    def samples_kl(self) -> bool:
+        """Whether a KL term is estimated from the sampled tokens, which needs the reference's log-probs of them."""
+        actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
+        in_loss = actor.use_kl_loss and not actor.kl_loss_type.startswith("full")
+        return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty != "full")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Hand a finished step's metrics to the trackers and the console."""
@@ -94,16 +130,18 @@ class Inputs:
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     scorer: Scorer
+    estimator: Estimator
+    policy_loss: PolicyLoss
 
 
 def load_inputs(config: RunConfig) -> Inputs:
-    """Load tokenizer, prompts and reward function, and say what was read.
+    """Load tokenizer, prompts, reward function and plug-ins, and say what was read.
 
     Raises:
         UserError: a file, column, model folder or function is missing or wrong.
     """
     tokenizer = run_tokenizer(config)
-    scorer = run_scorer(config)
+    scorer, estimator, policy_loss = run_scorer(config), choose_estimator(config), choose_policy_loss(config)
     train = build_prompts(config.data, tokenizer, "train")
     console.print(f"train data: {train.describe()}", markup=False)
     val_prompts: list[Prompt] = []
@@ -111,7 +149,7 @@ def load_inputs(config: RunConfig) -> Inputs:
         val = build_prompts(config.data, tokenizer, "val")
         console.print(f"validation data: {val.describe()}", markup=False)
         val_prompts = val.prompts
-    return Inputs(tokenizer, train.prompts, val_prompts, scorer)
+    return Inputs(tokenizer, train.prompts, val_prompts, scorer, estimator, policy_loss)
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -153,8 +191,8 @@ def build_run(
     devices.keep_freed_memory()
     device = devices.choose_device(config.trainer.device)
     dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
-    actor_config, rollout_config = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if actor_config.use_torch_compile:
+    rollout_config = config.actor_rollout_ref.rollout
+    if config.actor_rollout_ref.actor.use_torch_compile:
         notice(
             "use_torch_compile: left off; packed batches change shape every step, so compiling does not pay here.",
             style="dim",
@@ -167,20 +205,17 @@ def build_run(
         seed if config.data.seed is None else config.data.seed,
     )
     total_steps = num_steps(config, loader.steps_per_epoch)
-    model = config_model(config, device)
-    updates = (
-        total_steps * actor_config.ppo_epochs * -(-config.data.train_batch_size // actor_config.ppo_mini_batch_size)
-    )
-    optimizer = make_optimizer(model, actor_config.optim, actor_config.grad_clip, updates)
-    engine = Fsdp2Engine(model, optimizer, _micro_batching(config), device=device, dtype=dtype)
-    actor = Actor(
-        engine,
-        actor_config,
-        temperature=rollout_config.temperature,
-        max_response_length=rollout_config.response_length,
-        seed=seed,
-    )
-    rollout_engine = NativeRolloutEngine(
+    model = load_policy(config, device)
+    engine = make_actor_engine(config, model, device, dtype, total_steps)
+    reference = make_reference(config, engine)
+    critic = None
+    if config.algorithm.adv_estimator in CRITIC_ESTIMATORS:
+        critic = make_critic(config, device, dtype, total_steps)
+    reward_model = None
+    if config.reward_model.enable:
+        reward_model = make_reward_model(config, inputs.tokenizer, device, dtype)
+    spans = SpanRecorder(run_dir.timeline / "controller.json")
+    native = NativeRolloutEngine(
         engine,
         inputs.tokenizer,
         eos_token_ids(model, inputs.tokenizer),
@@ -188,6 +223,8 @@ def build_run(
         max_num_seqs=rollout_config.max_num_seqs,
         max_num_batched_tokens=rollout_config.max_num_batched_tokens,
     )
+    holders = (reference, critic and critic.engine, reward_model and reward_model.engine)
+    control = config.algorithm.kl_ctrl
     return Run(
         config=config,
         run_dir=run_dir,
@@ -198,17 +235,29 @@ def build_run(
         model=model,
         loader=loader,
         val_prompts=inputs.val_prompts,
-        actor=actor,
-        reference=_reference(config, device, dtype),
-        rollout_engine=rollout_engine,
-        scorer=inputs.scorer,
-        spans=SpanRecorder(run_dir.timeline / "controller.json"),
+        actor=make_actor(config, engine, inputs.policy_loss, reference),
+        reference=None if reference is None else Reference(reference, temperature=rollout_config.temperature),
+        critic=critic,
+        rollout_engine=_with_mismatch(config, native),
+        validation_engine=native,
+        rewards=Rewards(config.reward_model, inputs.scorer, reward_model, rollout_config.response_length, spans),
+        estimator=inputs.estimator,
+        correction=correction_settings(config.algorithm),
+        kl_control=make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon),
+        engines=[engine, *(holder for holder in holders if holder is not None)],
+        spans=spans,
         display=StepDisplay(total_steps, first_step - 1),
         trackers=trackers,
-        num_parameters=num_parameters(model),
         total_steps=total_steps,
         first_step=first_step,
     )
+
+
+def _with_mismatch(config: RunConfig, native: NativeRolloutEngine) -> NativeRolloutEngine | MismatchedEngine:
+    """Return the engine that training samples come from: the native one, unless the laboratory is on."""
+    simulate, seed = config.actor_rollout_ref.rollout.simulate_mismatch, config.actor_rollout_ref.rollout.seed
+    settings = MismatchSettings(simulate.dtype, simulate.stale_steps, simulate.noise)
+    return MismatchedEngine(native, settings, seed) if settings.changes_weights else native
 
 
 def num_steps(config: RunConfig, steps_per_epoch: int) -> int:
@@ -219,55 +268,3 @@ def num_steps(config: RunConfig, steps_per_epoch: int) -> int:
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch type of the config's `float32` or `bfloat16`."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def config_model(config: RunConfig, device: torch.device) -> PreTrainedModel:
-    """Load the model of the config's model section, frozen or not as the caller decides."""
-    model = config.actor_rollout_ref.model
-    return load_model(
-        model.path,
-        device=device,
-        override_config=model.override_config,
-        trust_remote_code=model.trust_remote_code,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-    )
-
-
-def make_optimizer(model: PreTrainedModel, optim: OptimConfig, grad_clip: float, num_updates: int) -> ScheduledAdamW:
-    """Return AdamW over the model's parameters with the schedule laid out over `num_updates` optimizer steps."""
-    total = optim.total_training_steps if optim.total_training_steps > 0 else num_updates
-    warmup = (
-        optim.lr_warmup_steps
-        if optim.lr_warmup_steps and optim.lr_warmup_steps > 0
-        else int(optim.lr_warmup_steps_ratio * total)
-    )
-    schedule = Schedule(optim.lr, warmup, total, optim.lr_scheduler_type, optim.min_lr_ratio)
-    return ScheduledAdamW(
-        dict(model.named_parameters()), schedule, optim.weight_decay, (optim.betas[0], optim.betas[1]), grad_clip
-    )
-
-
-def _micro_batching(config: RunConfig) -> MicroBatching:
-    actor = config.actor_rollout_ref.actor
-    return MicroBatching(
-        actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-        None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-        packed=config.actor_rollout_ref.model.use_remove_padding,
-    )
-
-
-def _reference(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Reference | None:
-    """Load the frozen reference, only where a KL term needs it."""
-    if not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
-        return None
-    ref = config.actor_rollout_ref.ref
-    cut = MicroBatching(
-        ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
-        None if ref.log_prob_use_dynamic_bsz else ref.log_prob_micro_batch_size_per_gpu,
-        packed=config.actor_rollout_ref.model.use_remove_padding,
-    )
-    model = config_model(config, device).requires_grad_(False)
-    return Reference(
-        Fsdp2Engine(model, None, cut, device=device, dtype=dtype),
-        temperature=config.actor_rollout_ref.rollout.temperature,
-    )

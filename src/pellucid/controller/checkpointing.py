@@ -10,9 +10,10 @@ from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import RunConfig
 from pellucid.controller.build import Run
 from pellucid.errors import UserError
+from pellucid.rollout.native import MismatchedEngine
 from pellucid.training.common.models import save_hf_model
 
-STATE_FILE, HF_FOLDER = "trainer_state.json", "hf_model"
+STATE_FILE, HF_FOLDER, CRITIC_FOLDER = "trainer_state.json", "hf_model", "critic"
 
 
 def save_checkpoint(run: Run, step: int) -> None:
@@ -25,9 +26,14 @@ def save_checkpoint(run: Run, step: int) -> None:
 
     def write(folder: Path) -> None:
         run.actor.engine.save(folder, contents)
+        if run.critic is not None:
+            (folder / CRITIC_FOLDER).mkdir()
+            run.critic.engine.save(folder / CRITIC_FOLDER, contents)
         if "extra" in contents:
-            state = {"step": step, "loader": run.loader.state_dict()}
+            state = {"step": step, "loader": run.loader.state_dict(), "kl_control": run.kl_control.state_dict()}
             (folder / STATE_FILE).write_text(json.dumps(state))
+            if isinstance(run.rollout_engine, MismatchedEngine):
+                run.rollout_engine.save(folder)
         if HF_FOLDER in contents:
             save_hf_model(run.model, run.tokenizer, folder / HF_FOLDER)
 
@@ -72,5 +78,22 @@ def restore(run: Run, checkpoint: Path) -> None:
                 f"Take '{part}' out of load_contents, or resume from a checkpoint saved with it.",
             )
     run.actor.engine.load(checkpoint, contents)
+    if run.critic is not None:
+        if not (checkpoint / CRITIC_FOLDER).is_dir():
+            raise UserError(
+                "algorithm.adv_estimator",
+                f"{run.config.algorithm.adv_estimator} has a critic, which '{checkpoint}' does not hold.",
+                "Resume with the estimator that the run began with, or start a new run.",
+            )
+        run.critic.engine.load(checkpoint / CRITIC_FOLDER, contents)
     if "extra" in contents:
-        run.loader.load_state_dict(json.loads((checkpoint / STATE_FILE).read_text())["loader"])
+        state = json.loads((checkpoint / STATE_FILE).read_text())
+        run.loader.load_state_dict(state["loader"])
+        run.kl_control.load_state_dict(state["kl_control"])
+        if isinstance(run.rollout_engine, MismatchedEngine):
+            run.rollout_engine.load(checkpoint)
+
+
+def is_due(step: int, frequency: int) -> bool:
+    """Whether something that happens every `frequency` steps (0 or less: never) happens after this one."""
+    return frequency > 0 and step % frequency == 0

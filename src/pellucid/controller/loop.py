@@ -1,11 +1,12 @@
 """The training loop: the whole of a run, from the first validation to the last checkpoint.
 
             prompts                  tokens + log-probs            + rewards
-    loader ─────────► rollout engine ──────────────────► scorer ─────────────┐
+    loader ─────────► rollout engine ──────────────────► rewards ────────────┐
                             ▲                                                ▼
-                            │ the actor's own weights      old log-probs (actor), reference log-probs
+                            │ the actor's own weights      old log-probs (actor), reference log-probs, values (critic)
                             │                                                │
-                      actor.update ◄────────────────────────────────── advantages
+                            │                                                ▼
+                      actor.update ◄──── critic.update ◄──── correction ◄── advantages
 
 One step after the other, each stage waiting for the one before: nothing is sampled from weights older than the last update.
 `build.py` makes the `Run` this file drives; the stages themselves are in `step.py`.
@@ -13,9 +14,10 @@ One step after the other, each stage waiting for the one before: nothing is samp
 
 from pellucid.console import console
 from pellucid.controller.build import Run
-from pellucid.controller.checkpointing import save_checkpoint
+from pellucid.controller.checkpointing import is_due, save_checkpoint
 from pellucid.controller.interrupt import StopRequested, stop_on_signals
-from pellucid.controller.step import speed_metrics, train_step
+from pellucid.controller.step import train_step
+from pellucid.controller.step_metrics import speed_metrics
 from pellucid.controller.validation import validate
 from pellucid.profiler.spans import Stage
 
@@ -34,12 +36,12 @@ def train(run: Run) -> None:
         for step in range(run.first_step, run.total_steps + 1):
             metrics = train_step(run, step)
             last = step == run.total_steps
-            if run.val_prompts and (last or _due(step, trainer.test_freq)):
+            if run.val_prompts and (last or is_due(step, trainer.test_freq)):
                 metrics |= validate(run, step=step)
             # The line goes out before the checkpoint: a kill in between repeats the step and its line, and loses neither.
             run.log(step, metrics | speed_metrics(run, metrics["perf/total_num_tokens"]))
             stopping = stop.requested
-            if last or stopping or _due(step, trainer.save_freq):
+            if last or stopping or is_due(step, trainer.save_freq):
                 run.display.stage(Stage.SAVE_CHECKPOINT)
                 with run.spans.span(Stage.SAVE_CHECKPOINT, step=step):
                     save_checkpoint(run, step)
@@ -50,7 +52,3 @@ def train(run: Run) -> None:
                     markup=False,
                 )
                 raise StopRequested(stop.signal_number)
-
-
-def _due(step: int, frequency: int) -> bool:
-    return frequency > 0 and step % frequency == 0

@@ -16,9 +16,10 @@ from pellucid.algo.aggregation import aggregation_weights
 from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import SftConfig
 from pellucid.console import console
-from pellucid.controller.build import make_optimizer, torch_dtype
-from pellucid.controller.checkpointing import STATE_FILE, checkpoint_step
+from pellucid.controller.build import torch_dtype
+from pellucid.controller.checkpointing import STATE_FILE, checkpoint_step, is_due
 from pellucid.controller.interrupt import StopRequested, stop_on_signals
+from pellucid.controller.make_roles import make_optimizer
 from pellucid.data import PromptLoader
 from pellucid.data.prompts import encode_text, render, uses_template
 from pellucid.data.sources import load_rows
@@ -26,12 +27,15 @@ from pellucid.errors import UserError, did_you_mean
 from pellucid.metrics.console import StepDisplay
 from pellucid.metrics.trackers import Trackers
 from pellucid.rundir import RunDir
+from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import init_model, load_model, load_tokenizer, save_hf_model
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.protocol import NonFiniteError, TokenScores
 from pellucid.types import Prompt
 
 _CONTENTS = ["model", "optimizer"]
+_HEAD = LogProbHead(temperature=1.0)
 
 
 @dataclass
@@ -163,12 +167,12 @@ def train_sft(run: SftRun, trackers: Trackers) -> Path:
         for step in range(run.first_step, run.total_steps + 1):
             epoch = run.loader.epoch
             metrics = _update(run) | {"training/global_step": step, "training/epoch": epoch}
-            if run.val_examples and (step == run.total_steps or _due(step, trainer.test_freq)):
+            if run.val_examples and (step == run.total_steps or is_due(step, trainer.test_freq)):
                 metrics |= {"val/loss": held_out_loss(run)}
             trackers.log(step, metrics)
             display.finish_step(step, metrics)
             stopping = stop.requested
-            if step == run.total_steps or stopping or _due(step, trainer.save_freq):
+            if step == run.total_steps or stopping or is_due(step, trainer.save_freq):
                 run.store.save(step, lambda folder, step=step: _write(run, folder, step))
             if stopping and step < run.total_steps:
                 raise StopRequested(stop.signal_number)
@@ -181,16 +185,21 @@ def _update(run: SftRun) -> dict[str, float]:
     sequences = _sequences(run.loader.next_batch())
     weights = aggregation_weights(_mask(sequences), "token-mean")
 
-    def loss(rows: list[int], logp: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        return -(logp * weights[rows].to(logp.device)).sum()
+    def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
+        assert scores.logp is not None
+        return -(scores.logp * weights[rows].to(scores.logp.device)).sum()
 
-    result = run.engine.train_mini_batch(sequences, loss, temperature=1.0, with_entropy=False)
+    try:
+        result = run.engine.train_mini_batch(sequences, _HEAD, loss)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"train/{error.quantity}", error.value, error.rows) from error
     return {"train/loss": result.loss, "train/grad_norm": result.grad_norm, "train/lr": result.lr}
 
 
 def held_out_loss(run: SftRun) -> float:
     """Return the mean negative log-likelihood of the validation answers, in nats a token."""
-    scores, mask = run.engine.compute_log_probs(run.val_examples, temperature=1.0), _mask(run.val_examples)
+    scores, mask = run.engine.forward(run.val_examples, _HEAD), _mask(run.val_examples)
+    assert scores.logp is not None
     return float(-scores.logp.cpu().sum() / mask.sum())
 
 
@@ -214,7 +223,3 @@ def _restore(run: SftRun, checkpoint: Path) -> None:
     state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text())
     run.loader.load_state_dict(state["loader"])
     run.first_step = checkpoint_step(checkpoint) + 1
-
-
-def _due(step: int, frequency: int) -> bool:
-    return frequency > 0 and step % frequency == 0

@@ -1,187 +1,145 @@
 """The stages of one training step, each a function from payload to payload; `loop.py` shows their order.
 
-Prompts come from the loader; what leaves is the step's metrics and, on disk, its rollout dump.
+Scored rollouts come from `sampling.py`; what leaves is the step's metrics and, on disk, its rollout dump.
 """
 
-import torch
 from safetensors.torch import save_file
 
-from pellucid import devices
-from pellucid.algo.advantages import ESTIMATORS
+from pellucid.algo.advantages import AdvantageInputs
 from pellucid.algo.aggregation import masked_mean
+from pellucid.algo.correction import correct
 from pellucid.algo.kl import kl_penalty
-from pellucid.algo.mismatch import mismatch_metrics
 from pellucid.controller.build import Run
+from pellucid.controller.sampling import collect, component_weights, make_batch
+from pellucid.controller.step_metrics import (
+    annotate_rollouts,
+    batch_metrics,
+    policy_gap_metrics,
+    spread,
+    staleness_metrics,
+    warn_of_mismatch,
+)
 from pellucid.profiler.spans import Stage
-from pellucid.rollout.protocol import SamplingParams
 from pellucid.rollout_dump import write_rollouts
 from pellucid.training.protocol import NonFiniteError
-from pellucid.types import Batch, Rollout
+from pellucid.types import Batch
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
     """Run one step and return its metrics (validation, checkpoint and timings are the loop's).
 
     Raises:
-        NonFiniteError: NaN or Inf in the update; the batch is in `failures/` of the run.
+        NonFiniteError: NaN or Inf in an update; the batch is in `failures/` of the run.
     """
-    config = run.config
     with run.spans.span("step", step=step):
         epoch = run.loader.epoch
-        rollouts = generate(run, step)
-        metrics = score(run, rollouts, step)
-        batch = Batch.from_rollouts(rollouts)
+        rollouts, metrics = collect(run, step)
+        batch = make_batch(run, rollouts, step)
         metrics |= batch_metrics(batch)
-        if run.needs_old_log_probs:
-            advance = run.display.stage(Stage.ACTOR_COMPUTE_LOG_PROB, len(batch))
-            with run.spans.span(Stage.ACTOR_COMPUTE_LOG_PROB, step=step):
-                run.actor.compute_log_probs(batch, advance)
-        if run.reference is not None:
-            advance = run.display.stage(Stage.REF_COMPUTE_LOG_PROB, len(batch))
-            with run.spans.span(Stage.REF_COMPUTE_LOG_PROB, step=step):
-                run.actor.num_tokens_scored += run.reference.compute_log_probs(batch, advance)
+        compute_experience(run, batch, step)
         with run.spans.span(Stage.ADVANTAGE, step=step):
             metrics |= compute_advantages(run, batch)
+        gap = correct_mismatch(run, batch, step)
         metrics |= staleness_metrics(run, batch)
         metrics |= update(run, batch, step)
         # The native engine reads the actor's own weights, so this costs nothing; other engines copy here.
         with run.spans.span(Stage.WEIGHT_SYNC, step=step):
             run.rollout_engine.sync_weights()
-        metrics |= policy_gap_metrics(run, batch)
-        if config.trainer.dump_rollouts:
+        metrics |= gap or policy_gap_metrics(run, batch)
+        warn_of_mismatch(run, metrics)
+        if run.config.trainer.dump_rollouts:
+            annotate_rollouts(batch)
             write_rollouts(run.run_dir.rollouts(step), rollouts, step, pieces=run.token_pieces)
     return metrics | {"training/global_step": step, "training/epoch": epoch}
 
 
-def generate(run: Run, step: int) -> list[Rollout]:
-    """Sample `rollout.n` responses to each prompt of the next batch."""
-    prompts, config = run.loader.next_batch(), run.config.actor_rollout_ref.rollout
-    params = SamplingParams(
-        n=config.n,
-        max_tokens=config.response_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        do_sample=config.do_sample,
-        ignore_eos=config.ignore_eos,
-        stop=config.stop,
-    )
-    advance = run.display.stage(Stage.ROLLOUT_GENERATE, len(prompts) * config.n)
-    with run.spans.span(Stage.ROLLOUT_GENERATE, step=step):
-        return run.rollout_engine.generate(prompts, params, stream=("rollout", step), on_done=advance)
-
-
-def score(run: Run, rollouts: list[Rollout], step: int) -> dict[str, float]:
-    """Fill in rewards; return the `reward/*` metrics."""
-    advance = run.display.stage(Stage.REWARD, len(rollouts))
-    with run.spans.span(Stage.REWARD, step=step):
-        stats = run.scorer.score(rollouts, on_done=lambda _: advance(1))
-    return {
-        "reward/num_failures": stats.num_failures,
-        "reward/num_timeouts": stats.num_timeouts,
-        "reward/time_s": stats.time_s,
-    }
+def compute_experience(run: Run, batch: Batch, step: int) -> None:
+    """Fill in the log-probs and values that advantages and losses need: old policy, reference, critic."""
+    algorithm = run.config.algorithm
+    if algorithm.bypass_mode:
+        batch.old_logp = batch.rollout_logp
+    elif run.needs_old_log_probs:
+        advance = run.display.stage(Stage.ACTOR_COMPUTE_LOG_PROB, len(batch))
+        exact_kl = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+        with run.spans.span(Stage.ACTOR_COMPUTE_LOG_PROB, step=step):
+            run.actor.compute_log_probs(batch, advance, exact_kl=exact_kl)
+    if run.reference is not None and run.samples_kl:
+        advance = run.display.stage(Stage.REF_COMPUTE_LOG_PROB, len(batch))
+        with run.spans.span(Stage.REF_COMPUTE_LOG_PROB, step=step):
+            run.reference.compute_log_probs(batch, advance)
+    if run.critic is not None:
+        advance = run.display.stage(Stage.COMPUTE_VALUES, len(batch))
+        with run.spans.span(Stage.COMPUTE_VALUES, step=step):
+            run.critic.compute_values(batch, advance)
 
 
 def compute_advantages(run: Run, batch: Batch) -> dict[str, float]:
     """Subtract the KL penalty from the rewards where asked for, and set advantages and returns."""
     algorithm, metrics = run.config.algorithm, {}
     if algorithm.use_kl_in_reward:
-        assert batch.old_logp is not None and batch.ref_logp is not None
-        kl = kl_penalty(batch.old_logp, batch.ref_logp, algorithm.kl_penalty) * batch.mask
-        batch.token_rewards = batch.token_rewards - algorithm.kl_ctrl.kl_coef * kl
-        metrics = {"actor/kl_loss": float(masked_mean(kl, batch.mask)), "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
-    batch.advantages, batch.returns = ESTIMATORS[algorithm.adv_estimator](
-        batch.token_rewards, batch.mask, batch.group, norm_by_std=algorithm.norm_adv_by_std_in_grpo
+        assert batch.old_logp is not None
+        kl = kl_penalty(batch.old_logp, batch.ref_logp, algorithm.kl_penalty, full_kl=batch.exact_kl) * batch.mask
+        batch.token_rewards = batch.token_rewards - run.kl_control.coef * kl
+        mean_kl = float(masked_mean(kl, batch.mask))
+        metrics = {"actor/kl_loss": mean_kl, "actor/kl_coef": run.kl_control.coef}
+        run.kl_control.update(mean_kl, len(batch))
+    batch.advantages, batch.returns = run.estimator(
+        AdvantageInputs(
+            token_rewards=batch.token_rewards,
+            mask=batch.mask,
+            group=batch.group,
+            values=batch.values,
+            greedy_scores=batch.greedy_scores,
+            reward_components=batch.reward_components,
+            component_weights=component_weights(run),
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        )
     )
     rewards = (batch.token_rewards * batch.mask).sum(dim=1)[batch.mask.any(dim=1)]
     return (
         metrics
-        | _spread("critic/rewards", rewards)
-        | _spread("critic/advantages", batch.advantages[batch.mask])
-        | _spread("critic/returns", batch.returns[batch.mask])
+        | spread("critic/rewards", rewards)
+        | spread("critic/advantages", batch.advantages[batch.mask])
+        | spread("critic/returns", batch.returns[batch.mask])
+        | ({} if batch.values is None else spread("critic/values", batch.values[batch.mask]))
     )
 
 
+def correct_mismatch(run: Run, batch: Batch, step: int) -> dict[str, float]:
+    """Set the weights, and reject from the mask, what corrects for the rollout policy; return the `mismatch/*` metrics.
+
+    Only where something is applied: what is merely measured waits for the update, whose forward pass then supplies the
+    training policy's log-probs. In bypass mode the ratio is known only inside the update, and the actor applies it there.
+    """
+    if not run.corrects:
+        return {}
+    assert run.correction is not None and batch.old_logp is not None
+    with run.spans.span(Stage.CORRECTION, step=step):
+        correction = correct(batch.old_logp, batch.rollout_logp, batch.mask, run.correction)
+    if run.config.algorithm.rollout_is:
+        batch.correction_weights = correction.weights
+    # After the advantages: a rejected sample trains nothing, yet its reward is part of what the others are compared with.
+    batch.mask = correction.mask
+    return correction.metrics
+
+
 def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Update the actor; on NaN or Inf save the batch and pass the error on."""
-    epochs = run.config.actor_rollout_ref.actor.ppo_epochs
-    advance = run.display.stage(Stage.ACTOR_UPDATE, len(batch) * epochs)
+    """Update the critic and, once it is warm, the actor; on NaN or Inf save the batch and pass the error on."""
+    metrics: dict[str, float] = {}
     try:
-        with run.spans.span(Stage.ACTOR_UPDATE, step=step):
-            return run.actor.update(batch, step=step, on_done=advance)
+        if run.critic is not None:
+            advance = run.display.stage(Stage.CRITIC_UPDATE, len(batch) * run.config.critic.ppo_epochs)
+            with run.spans.span(Stage.CRITIC_UPDATE, step=step):
+                metrics |= run.critic.update(batch, step=step, on_done=advance)
+        if step > run.config.trainer.critic_warmup:
+            advance = run.display.stage(Stage.ACTOR_UPDATE, len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs)
+            with run.spans.span(Stage.ACTOR_UPDATE, step=step):
+                metrics |= run.actor.update(batch, step=step, on_done=advance)
     except NonFiniteError:
         folder = run.run_dir.path / "failures" / f"step_{step:06d}"
         write_rollouts(folder / "rollouts.jsonl.zst", batch.rollouts, step, pieces=run.token_pieces)
         save_file({name: tensor.contiguous() for name, tensor in batch.tensors().items()}, folder / "batch.safetensors")
         raise
-
-
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Return scores and lengths of the sampled batch."""
-    lengths = torch.tensor([float(len(rollout.token_ids)) for rollout in batch.rollouts])
-    prompts = torch.tensor([float(len(rollout.prompt.token_ids)) for rollout in batch.rollouts])
-    scores = torch.tensor([rollout.reward for rollout in batch.rollouts if rollout.reward is not None])
-    cut = sum(rollout.finish_reason == "length" for rollout in batch.rollouts) / len(batch)
-    return (
-        {"response_length/clip_ratio": cut, "perf/total_num_tokens": float(lengths.sum() + prompts.sum())}
-        | _spread("critic/score", scores)
-        | _spread("response_length", lengths)
-        | _spread("prompt_length", prompts)
-    )
-
-
-def policy_gap_metrics(run: Run, batch: Batch) -> dict[str, float]:
-    """Put the training policy's log-probs into the rollouts and return how far the rollout policy's are from them."""
-    if batch.old_logp is None:
-        return {}
-    for row, rollout in enumerate(batch.rollouts):
-        if rollout.failure is None:
-            rollout.training_logprobs = batch.old_logp[row, : len(rollout.token_ids)].tolist()
-    if not run.config.actor_rollout_ref.rollout.calculate_log_probs:
-        return {}
-    return mismatch_metrics(batch.old_logp, batch.rollout_logp, batch.mask)
-
-
-def staleness_metrics(run: Run, batch: Batch) -> dict[str, float]:
-    """Return how many updates ago the tokens about to be trained on were sampled: 0 in this synchronous loop."""
-    ages = torch.tensor(
-        [float(run.actor.engine.version - version) for rollout in batch.rollouts for version in rollout.versions]
-    )
-    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
-
-
-def speed_metrics(run: Run, num_tokens: float) -> dict[str, float]:
-    """Return timings since the last call, throughput and utilisation.
-
-    Args:
-        run: whose spans and token counts are read and reset.
-        num_tokens: prompt and response tokens of the step's samples.
-    """
-    timings = run.spans.step_timings()
-    training_s = sum(
-        timings.get(f"timing_s/{stage}", 0.0)
-        for stage in (Stage.ACTOR_COMPUTE_LOG_PROB, Stage.REF_COMPUTE_LOG_PROB, Stage.ACTOR_UPDATE)
-    )
-    flops = run.num_parameters * (6 * run.actor.num_tokens_trained + 2 * run.actor.num_tokens_scored)
-    run.actor.num_tokens_trained = run.actor.num_tokens_scored = 0
-    step_s = timings["timing_s/step"]
-    return (
-        timings
-        | {
-            "perf/time_per_step": step_s,
-            "perf/throughput": num_tokens / step_s,
-            "perf/mfu": flops / training_s / devices.peak_flops(run.device, run.dtype) if training_s else 0.0,
-        }
-        | devices.memory_gb(run.device)
-    )
-
-
-def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    if not values.numel():
-        return {}
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    return metrics

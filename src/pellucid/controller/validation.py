@@ -6,11 +6,10 @@ Used by the loop before, during and after training, and by `pellucid eval`.
 from collections import defaultdict
 from collections.abc import Callable
 
-from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.console import notice
 from pellucid.controller.build import Run
+from pellucid.controller.sampling import validation_sampling
 from pellucid.profiler.spans import Stage
-from pellucid.reward import Scorer
 from pellucid.rollout.protocol import RolloutEngine, SamplingParams
 from pellucid.types import Prompt, Rollout
 
@@ -21,47 +20,32 @@ def validate(run: Run, *, step: int) -> dict[str, float]:
     advance = run.display.stage(Stage.VALIDATE, len(run.val_prompts) * config.val_kwargs.n)
     with run.spans.span(Stage.VALIDATE, step=step):
         rollouts = answer(
-            run.rollout_engine,
-            run.scorer,
+            run.validation_engine,
+            run.rewards.score_validation,
             run.val_prompts,
-            val_sampling(config),
+            validation_sampling(config),
             batch_size=run.config.data.val_batch_size,
             on_done=advance,
         )
-    return validation_metrics(rollouts)
-
-
-def val_sampling(config: RolloutConfig) -> SamplingParams:
-    """Return how validation samples: greedily unless `rollout.val_kwargs` says otherwise."""
-    val = config.val_kwargs
-    return SamplingParams(
-        n=val.n,
-        max_tokens=config.response_length,
-        temperature=val.temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        do_sample=val.do_sample,
-        ignore_eos=config.ignore_eos,
-        stop=config.stop,
-    )
+    return validation_metrics(rollouts, with_accuracy=bool(run.config.reward_model.rule_weight))
 
 
 def answer(
     engine: RolloutEngine,
-    scorer: Scorer,
+    score: Callable[[list[Rollout]], object],
     prompts: list[Prompt],
     params: SamplingParams,
     *,
     batch_size: int | None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[Rollout]:
-    """Return scored rollouts for `prompts`, generated `batch_size` prompts at a time (None: all at once)."""
+    """Return rollouts for `prompts`, scored by `score`, generated `batch_size` prompts at a time (None: all at once)."""
     rollouts: list[Rollout] = []
     size = batch_size or max(len(prompts), 1)
     for start in range(0, len(prompts), size):
         # The same random stream at every validation: two validations differ by the weights alone.
         batch = engine.generate(prompts[start : start + size], params, stream=("validate",), on_done=on_done)
-        scorer.score(batch)
+        score(batch)
         rollouts += batch
     return rollouts
 
@@ -72,9 +56,10 @@ def is_correct(rollout: Rollout) -> bool:
     return rollout.reward_parts.get("acc", rollout.reward) >= 1
 
 
-def validation_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+def validation_metrics(rollouts: list[Rollout], *, with_accuracy: bool = True) -> dict[str, float]:
     """Return `val/<task>/{accuracy,reward,num}`, and `pass@k` where a prompt has several samples.
 
+    `with_accuracy` is False where a reward model alone scores: nothing then says what is right, and only the reward is left.
     Samples whose reward call failed are left out and counted in a notice. pass@k is the unbiased estimator of arXiv 2107.03374.
     """
     by_task: dict[str, dict[str, list[Rollout]]] = defaultdict(lambda: defaultdict(list))
@@ -91,9 +76,11 @@ def validation_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for task, problems in by_task.items():
         scored = [rollout for samples in problems.values() for rollout in samples]
-        metrics[f"val/{task}/accuracy"] = sum(map(is_correct, scored)) / len(scored)
         metrics[f"val/{task}/reward"] = sum(rollout.reward or 0.0 for rollout in scored) / len(scored)
         metrics[f"val/{task}/num"] = len(problems)
+        if not with_accuracy:
+            continue
+        metrics[f"val/{task}/accuracy"] = sum(map(is_correct, scored)) / len(scored)
         k = min(len(samples) for samples in problems.values())
         if k > 1:
             counts = [(len(samples), sum(map(is_correct, samples))) for samples in problems.values()]

@@ -1,5 +1,6 @@
 """The frozen reference: the policy as it was before training, against which a KL term is measured."""
 
+from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.packing import sequences_of
 from pellucid.training.protocol import Progress, TrainingEngine
 from pellucid.types import Batch
@@ -11,10 +12,8 @@ class Reference:
     def __init__(self, engine: TrainingEngine, *, temperature: float) -> None:
         self._engine, self._temperature = engine, temperature
 
-    def compute_log_probs(self, batch: Batch, on_done: Progress | None = None) -> int:
-        """Set `batch.ref_logp`, and return how many tokens the model processed."""
-        scores = self._engine.compute_log_probs(
-            sequences_of(batch.rollouts), temperature=self._temperature, on_done=on_done
-        )
+    def compute_log_probs(self, batch: Batch, on_done: Progress | None = None) -> None:
+        """Set `batch.ref_logp`."""
+        scores = self._engine.forward(sequences_of(batch.rollouts), LogProbHead(self._temperature), on_done=on_done)
+        assert scores.logp is not None
         batch.ref_logp = scores.logp.cpu() * batch.mask
-        return scores.num_input_tokens

@@ -13,11 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from pellucid.training.common.logprobs import token_log_probs
-from pellucid.training.common.models import load_weights, model_tensors, output_head
+from pellucid.training.common.lora import base_weights
+from pellucid.training.common.models import load_weights, model_tensors, num_parameters, output_head
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import ModelInput, TokenSequence, pack, pad, split_micro_batches
-from pellucid.training.protocol import LossFunction, NonFiniteError, Progress, TokenScores, UpdateResult
+from pellucid.training.protocol import (
+    LossFunction,
+    NonFiniteError,
+    Progress,
+    TokenHead,
+    TokenScores,
+    UpdateResult,
+)
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 _NUM_STEPS = "__num_steps__"
@@ -33,7 +40,7 @@ class MicroBatching:
 
 
 class Fsdp2Engine:
-    """A causal LM with its optimizer; a frozen one (the reference) has `optimizer=None`. See `TrainingEngine`."""
+    """A causal LM, or one with a scalar head, with its optimizer; a frozen one has `optimizer=None`. See `TrainingEngine`."""
 
     def __init__(
         self,
@@ -43,7 +50,9 @@ class Fsdp2Engine:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        without_adapters: bool = False,
     ) -> None:
+        """Take over `model`; `without_adapters` runs it as it was before LoRA changed it (the reference policy)."""
         self.model, self.optimizer, self.micro_batching, self.device, self.dtype = (
             model,
             optimizer,
@@ -51,66 +60,70 @@ class Fsdp2Engine:
             device,
             dtype,
         )
-        self.version = 0
+        self._without_adapters = without_adapters
+        self.version, self.flops = 0, 0.0
+        self._num_parameters = num_parameters(model)
 
-    def compute_log_probs(
-        self,
-        sequences: list[TokenSequence],
-        *,
-        temperature: float,
-        with_entropy: bool = False,
-        on_done: Progress | None = None,
+    def forward(
+        self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:
-        """See `TrainingEngine.compute_log_probs`."""
-        scores = self._empty_scores(sequences)
+        """See `TrainingEngine.forward`."""
+        results = _Results(sequences, self.device)
         self.model.eval()
         with torch.no_grad():
             for rows in self._split(sequences):
-                micro = [sequences[row] for row in rows]
-                inputs = self._input(micro)
-                self._store(scores, rows, inputs, *self._forward(inputs, temperature, with_entropy))
+                inputs = self._input([sequences[row] for row in rows])
+                results.store(rows, inputs, self._run(inputs, head))
                 if on_done:
                     on_done(len(rows))
-        return scores
+        self.flops += 2.0 * self._num_parameters * results.scores.num_input_tokens
+        return results.scores
 
     def train_mini_batch(
         self,
         sequences: list[TokenSequence],
+        head: TokenHead,
         loss: LossFunction,
         *,
-        temperature: float,
-        with_entropy: bool,
         on_done: Progress | None = None,
     ) -> UpdateResult:
         """See `TrainingEngine.train_mini_batch`."""
         assert self.optimizer is not None, "a frozen engine cannot train"
-        scores = self._empty_scores(sequences)
-        width = scores.logp.shape[1]
+        results = _Results(sequences, self.device)
         self.model.train()
         self.optimizer.zero_grad()
         total_loss = 0.0
         for rows in self._split(sequences):
-            micro = [sequences[row] for row in rows]
-            inputs = self._input(micro)
-            logp, entropy = self._forward(inputs, temperature, with_entropy)
-            micro_loss = loss(rows, inputs.scatter(logp, len(rows), width), inputs.scatter(entropy, len(rows), width))
+            inputs = self._input([sequences[row] for row in rows])
+            scores = self._run(inputs, head)
+            micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
             value = float(micro_loss.detach())
-            if not torch.isfinite(micro_loss):
-                raise NonFiniteError("actor/pg_loss", value, rows)
+            if not math.isfinite(value):
+                raise NonFiniteError("loss", value, rows)
             micro_loss.backward()
             total_loss += value
-            self._store(scores, rows, inputs, logp.detach(), entropy.detach())
+            results.store(rows, inputs, scores)
             if on_done:
                 on_done(len(rows))
         grad_norm = self.optimizer.clip()
         if not math.isfinite(grad_norm):
-            raise NonFiniteError("actor/grad_norm", grad_norm, list(range(len(sequences))))
+            raise NonFiniteError("grad_norm", grad_norm, list(range(len(sequences))))
         lr = self.optimizer.step()
         weight_norm = self.optimizer.weight_norm()
         if not math.isfinite(weight_norm):
-            raise NonFiniteError("the norm of the updated weights", weight_norm, list(range(len(sequences))))
+            raise NonFiniteError("norm of the updated weights", weight_norm, list(range(len(sequences))))
+        self.flops += 6.0 * self._num_parameters * results.scores.num_input_tokens
         self.version += 1
-        return UpdateResult(scores, total_loss, grad_norm, lr)
+        return UpdateResult(results.scores, total_loss, grad_norm, lr)
+
+    @torch.no_grad()
+    def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
+        """See `ReferenceModel.predicting_states`."""
+        return self._predicting_states(inputs)
+
+    def head_weight(self) -> torch.Tensor:
+        """See `ReferenceModel.head_weight`."""
+        return output_head(self.model).weight.detach().to(self.dtype)
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """See `TrainingEngine.save`: `model.safetensors` and `optimizer.safetensors`, bit for bit."""
@@ -145,27 +158,40 @@ class Fsdp2Engine:
     def _input(self, micro: list[TokenSequence]) -> ModelInput:
         return (pack if self.micro_batching.packed else pad)(micro, self.device)
 
-    def _forward(self, inputs: ModelInput, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logp [M] and entropy [M] of the micro-batch's response tokens."""
-        with self.autocast():
+    def _run(self, inputs: ModelInput, head: TokenHead) -> TokenScores:
+        """Return the head's [M] results for one micro-batch."""
+        return head(self.model, self._predicting_states(inputs), inputs, self.dtype)
+
+    def _predicting_states(self, inputs: ModelInput) -> torch.Tensor:
+        with self.autocast(), base_weights(self.model) if self._without_adapters else nullcontext():
             hidden = self.model.get_decoder()(
                 input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout
             ).last_hidden_state
-        predicting = hidden.flatten(0, 1)[inputs.predict_index]
-        head = output_head(self.model).weight.to(self.dtype)
-        return token_log_probs(predicting, head, inputs.target_ids, temperature=temperature, with_entropy=with_entropy)
+        return hidden.flatten(0, 1)[inputs.predict_index]
 
     def autocast(self):
         """Return the context in which the model computes: autocast for bf16, nothing for float32."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
-    def _empty_scores(self, sequences: list[TokenSequence]) -> TokenScores:
-        shape = (len(sequences), max((len(s.response_ids) for s in sequences), default=0))
-        return TokenScores(torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device), 0)
 
-    def _store(
-        self, scores: TokenScores, rows: list[int], inputs: ModelInput, logp: torch.Tensor, entropy: torch.Tensor
-    ) -> None:
-        at = (torch.tensor(rows, device=self.device)[inputs.row], inputs.column)
-        scores.logp[at], scores.entropy[at] = logp, entropy
-        scores.num_input_tokens += inputs.num_real_tokens
+def _scatter(scores: TokenScores, inputs: ModelInput, num_rows: int, width: int) -> TokenScores:
+    """[M] results → right-padded [num_rows, width], keeping the gradient."""
+    return TokenScores(**{name: inputs.scatter(values, num_rows, width) for name, values in scores.items()})
+
+
+class _Results:
+    """The [B, T] results of a mini-batch, filled in micro-batch by micro-batch."""
+
+    def __init__(self, sequences: list[TokenSequence], device: torch.device) -> None:
+        self.width = max((len(s.response_ids) for s in sequences), default=0)
+        self.scores, self._num_rows, self._device = TokenScores(), len(sequences), device
+
+    def store(self, rows: list[int], inputs: ModelInput, micro: TokenScores) -> None:
+        at = (torch.tensor(rows, device=self._device)[inputs.row], inputs.column)
+        for name, values in micro.items():
+            whole = getattr(self.scores, name)
+            if whole is None:
+                whole = torch.zeros(self._num_rows, self.width, device=self._device)
+                setattr(self.scores, name, whole)
+            whole[at] = values.detach()
+        self.scores.num_input_tokens += inputs.num_real_tokens

@@ -1,19 +1,17 @@
-"""What a role may ask of a training engine, whatever shards the model: log-probs, one optimizer step, its state.
+"""What a role may ask of a training engine. `Fsdp2Engine` implements it; other backends join with the same methods.
 
-Backends implement this; `roles/` is written against it. Shapes: B sequences, T response tokens (right-padded).
+A role hands over sequences, a *head* that says what is computed per response token, and, to train, a loss over its results.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel
 
-from pellucid.training.common.packing import TokenSequence
-
-LossFunction = Callable[[list[int], torch.Tensor, torch.Tensor], torch.Tensor]
-"""(rows of the mini-batch [b], logp [b, T], entropy [b, T]) → the micro-batch's share of the mini-batch loss, a scalar."""
+from pellucid.training.common.packing import ModelInput, TokenSequence
 
 Progress = Callable[[int], None]
 """Called with the number of sequences just finished."""
@@ -29,14 +27,38 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(slots=True)
 class TokenScores:
-    """Per-token results of a forward pass, no gradient attached."""
+    """What a head computes per response token: [B, T] float32, zero at padding; None where the head does not compute it."""
 
-    logp: torch.Tensor
-    """[B, T] float32; zero at padding."""
-    entropy: torch.Tensor
-    """[B, T] float32 nats; all zero unless asked for."""
-    num_input_tokens: int
-    """Tokens the model actually processed: prompts shared within a group count once."""
+    logp: torch.Tensor | None = None
+    """Log-probability of the token under the temperature-scaled distribution."""
+    entropy: torch.Tensor | None = None
+    """Entropy of that distribution in nats; all zero unless asked for."""
+    kl: torch.Tensor | None = None
+    """Exact KL divergence of that distribution from the reference's, in nats."""
+    values: torch.Tensor | None = None
+    """Value of the state before the token."""
+    num_input_tokens: int = 0
+    """Tokens the model processed; prompts shared within a group count once."""
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of what was computed."""
+        for name in ("logp", "entropy", "kl", "values"):
+            if (tensor := getattr(self, name)) is not None:
+                yield name, tensor
+
+
+class TokenHead(Protocol):
+    """From final hidden states to per-token results; `training/common/heads.py` has them."""
+
+    def __call__(
+        self, model: PreTrainedModel, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype
+    ) -> TokenScores:
+        """Return [M] results for the hidden states [M, H] that predict the micro-batch's M response tokens."""
+        ...
+
+
+LossFunction = Callable[[list[int], TokenScores], torch.Tensor]
+"""(rows of the mini-batch, their results [b, T] with gradient) → the micro-batch's share of the mini-batch loss, a scalar."""
 
 
 @dataclass(slots=True)
@@ -44,7 +66,7 @@ class UpdateResult:
     """One optimizer step over a mini-batch."""
 
     scores: TokenScores
-    """The policy's log-probs just before the step."""
+    """The model's results just before the step."""
     loss: float
     grad_norm: float
     lr: float
@@ -55,31 +77,27 @@ class TrainingEngine(Protocol):
 
     version: int
     """Number of optimizer steps that made the current weights: the policy version stamped on tokens."""
+    flops: float
+    """Model arithmetic done so far: 6 × parameters × tokens of training passes, 2 × of forward-only ones."""
 
-    def compute_log_probs(
-        self,
-        sequences: list[TokenSequence],
-        *,
-        temperature: float,
-        with_entropy: bool = False,
-        on_done: Progress | None = None,
+    def forward(
+        self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:
-        """Score the responses without gradient."""
+        """Compute the head's results for the responses, without gradient."""
         ...
 
     def train_mini_batch(
         self,
         sequences: list[TokenSequence],
+        head: TokenHead,
         loss: LossFunction,
         *,
-        temperature: float,
-        with_entropy: bool,
         on_done: Progress | None = None,
     ) -> UpdateResult:
         """Accumulate the gradient of the whole mini-batch, micro-batch by micro-batch, and apply one optimizer step.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is NaN or Inf, and the weights are untouched; or the weights
+            NonFiniteError: the `loss` or the `grad_norm` is NaN or Inf, and the weights are untouched; or the weights
                 themselves became so.
         """
         ...

@@ -1,0 +1,88 @@
+"""How a response becomes a number: the rule reward, the reward model's score and the overlong penalty, added up.
+
+Rollouts come from the engine; `reward`, `reward_parts` and `failure` are filled in place. Training and validation use it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pellucid.algo.shaping import overlong_penalty
+from pellucid.config.schema.reward_model import RewardConfig
+from pellucid.profiler.spans import SpanRecorder, Stage
+from pellucid.reward import Scorer
+from pellucid.reward.scorer import ScoreStats
+from pellucid.roles.reward_model import RewardModel
+from pellucid.types import Rollout
+
+StartStage = Callable[[Stage, int], Callable[[int], None]]
+"""Announces a stage with its number of units to the display, and returns what counts finished ones."""
+
+
+@dataclass
+class Rewards:
+    """The sum `rule_weight · rule + weight · model`, and in training the overlong penalty."""
+
+    config: RewardConfig
+    scorer: Scorer
+    model: RewardModel | None
+    max_response_length: int
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
+
+    def score(self, rollouts: list[Rollout], start: StartStage | None = None, *, step: int = 0) -> dict[str, float]:
+        """Score a batch for training and return the `reward/*` metrics.
+
+        A rollout's `reward_parts` gain `rule`, `model` and `overlong` where there is more than the rule reward.
+
+        Raises:
+            UserError: a task has no verifier, or every call failed.
+        """
+        stats = self._score_by_rule_and_model(rollouts, start, step)
+        buffer = self.config.overlong_buffer
+        if buffer.enable:
+            assert buffer.len is not None
+            lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+            penalties = overlong_penalty(lengths, self.max_response_length, buffer.len, buffer.penalty_factor)
+            for rollout, penalty in zip(rollouts, penalties.tolist()):
+                if rollout.reward is not None:
+                    rollout.reward_parts = {"rule": rollout.reward, **rollout.reward_parts, "overlong": penalty}
+                    rollout.reward += penalty
+        return {
+            "reward/num_failures": stats.num_failures,
+            "reward/num_timeouts": stats.num_timeouts,
+            "reward/time_s": stats.time_s,
+        }
+
+    def score_validation(self, rollouts: list[Rollout]) -> None:
+        """Score held-out answers: by the rule alone where there is one, so that accuracy means what it says."""
+        if self.config.rule_weight:
+            self.scorer.score(rollouts)
+        else:
+            self._score_by_model(rollouts, None, 0)
+
+    def _score_by_rule_and_model(self, rollouts: list[Rollout], start: StartStage | None, step: int) -> ScoreStats:
+        stats = ScoreStats()
+        if self.config.rule_weight:
+            advance = start(Stage.REWARD, len(rollouts)) if start else None
+            with self.spans.span(Stage.REWARD, step=step):
+                stats = self.scorer.score(rollouts, on_done=(lambda _: advance(1)) if advance else None)
+        if self.model is not None:
+            self._score_by_model(rollouts, start, step)
+        return stats
+
+    def _score_by_model(self, rollouts: list[Rollout], start: StartStage | None, step: int) -> None:
+        assert self.model is not None
+        advance = start(Stage.COMPUTE_RM_SCORE, len(rollouts)) if start else None
+        with self.spans.span(Stage.COMPUTE_RM_SCORE, step=step):
+            scores = self.model.score(rollouts, on_done=advance)
+        for rollout, score in zip(rollouts, scores):
+            self._combine(rollout, score)
+
+    def _combine(self, rollout: Rollout, score: float) -> None:
+        rule_weight, weight = self.config.rule_weight, self.config.weight
+        if not rule_weight:
+            rollout.reward, rollout.reward_parts = weight * score, {"model": score}
+        elif rollout.reward is not None:
+            rollout.reward_parts = {"rule": rollout.reward, **rollout.reward_parts, "model": score}
+            rollout.reward = rule_weight * rollout.reward + weight * score

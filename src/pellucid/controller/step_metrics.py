@@ -1,0 +1,111 @@
+"""The numbers a step reports beside what its stages return: sizes, gaps between policies, ages, speed.
+
+Called by `step.py` and the loop with a step's batch; every name is defined in `metrics/table.py`.
+"""
+
+import torch
+
+from pellucid import devices
+from pellucid.algo.correction import correct, out_of_range
+from pellucid.algo.mismatch import mismatch_metrics
+from pellucid.console import notice
+from pellucid.controller.build import Run
+from pellucid.profiler.spans import Stage
+from pellucid.types import Batch
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Return scores and lengths of the sampled batch."""
+    lengths = torch.tensor([float(len(rollout.token_ids)) for rollout in batch.rollouts])
+    prompts = torch.tensor([float(len(rollout.prompt.token_ids)) for rollout in batch.rollouts])
+    scores = torch.tensor([rollout.reward for rollout in batch.rollouts if rollout.reward is not None])
+    cut = sum(rollout.finish_reason == "length" for rollout in batch.rollouts) / len(batch)
+    return (
+        {"response_length/clip_ratio": cut, "perf/total_num_tokens": float(lengths.sum() + prompts.sum())}
+        | spread("critic/score", scores)
+        | spread("response_length", lengths)
+        | spread("prompt_length", prompts)
+    )
+
+
+def policy_gap_metrics(run: Run, batch: Batch) -> dict[str, float]:
+    """Return how far the rollout policy is from the training policy, where the correction did not measure it already."""
+    training_logp = batch.old_logp if batch.training_logp is None else batch.training_logp
+    if training_logp is None or not run.config.actor_rollout_ref.rollout.calculate_log_probs:
+        return {}
+    mask = batch.mask & training_logp.isfinite()
+    if run.correction is None:
+        return mismatch_metrics(training_logp, batch.rollout_logp, mask)
+    return correct(training_logp.nan_to_num(), batch.rollout_logp, mask, run.correction).metrics
+
+
+def warn_of_mismatch(run: Run, metrics: dict[str, float]) -> None:
+    """Say once a run, for each metric, that it left its healthy range and what helps."""
+    for name, message in out_of_range(metrics):
+        if name not in run.warned:
+            run.warned.add(name)
+            notice(message)
+
+
+def annotate_rollouts(batch: Batch) -> None:
+    """Put the training policy's log-probs and the applied correction weights into the rollouts, for the dump."""
+    training_logp = batch.old_logp if batch.training_logp is None else batch.training_logp
+    for row, rollout in enumerate(batch.rollouts):
+        length = len(rollout.token_ids)
+        if rollout.failure is None and training_logp is not None and bool(training_logp[row, :length].isfinite().all()):
+            rollout.training_logprobs = training_logp[row, :length].tolist()
+        if batch.correction_weights is not None:
+            rollout.correction_weights = batch.correction_weights[row, :length].tolist()
+
+
+def staleness_metrics(run: Run, batch: Batch) -> dict[str, float]:
+    """Return how many updates ago the tokens about to be trained on were sampled: 0 in this synchronous loop."""
+    ages = torch.tensor(
+        [float(run.actor.engine.version - version) for rollout in batch.rollouts for version in rollout.versions]
+    )
+    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+
+
+_TRAINING_STAGES = (
+    Stage.ACTOR_COMPUTE_LOG_PROB,
+    Stage.REF_COMPUTE_LOG_PROB,
+    Stage.COMPUTE_VALUES,
+    Stage.COMPUTE_RM_SCORE,
+    Stage.CRITIC_UPDATE,
+    Stage.ACTOR_UPDATE,
+)
+
+
+def speed_metrics(run: Run, num_tokens: float) -> dict[str, float]:
+    """Return timings since the last call, throughput and utilisation.
+
+    Args:
+        run: whose spans and engines are read and reset.
+        num_tokens: prompt and response tokens of the step's samples.
+    """
+    timings = run.spans.step_timings()
+    training_s = sum(timings.get(f"timing_s/{stage}", 0.0) for stage in _TRAINING_STAGES)
+    flops = sum(engine.flops for engine in run.engines)
+    for engine in run.engines:
+        engine.flops = 0.0
+    step_s = timings["timing_s/step"]
+    return (
+        timings
+        | {
+            "perf/time_per_step": step_s,
+            "perf/throughput": num_tokens / step_s,
+            "perf/mfu": flops / training_s / devices.peak_flops(run.device, run.dtype) if training_s else 0.0,
+        }
+        | devices.memory_gb(run.device)
+    )
+
+
+def spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Return mean, max and min of the values under `name`, nothing when there are none."""
+    if not values.numel():
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

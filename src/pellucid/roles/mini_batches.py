@@ -1,0 +1,69 @@
+"""How a role cuts a step's batch into mini-batches, one optimizer step each, and what it reports of them.
+
+The actor and the critic use the same cut; shuffled orders come from streams of their own.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from pellucid import seeding
+from pellucid.training.protocol import NonFiniteError
+from pellucid.types import Batch
+
+
+def mini_batches(
+    batch: Batch, *, num_groups: int, epochs: int, stream: tuple[str | int, ...] | None, seed: int
+) -> Iterator[list[int]]:
+    """Yield the rows of each mini-batch: `num_groups` whole groups, `epochs` times over the batch.
+
+    Rows without a token to train on (failed or rejected samples) are left out: they cost no compute. A mini-batch of
+    nothing else is skipped.
+
+    Args:
+        batch: the step's samples.
+        num_groups: prompts an optimizer step.
+        epochs: passes over the batch.
+        stream: name of the random stream of a new order in each epoch; None keeps the order.
+        seed: the run's seed.
+    """
+    rows_of: dict[int, list[int]] = {}
+    has_tokens = batch.mask.any(dim=1).tolist()
+    for row, group in enumerate(batch.group.tolist()):
+        rows_of.setdefault(group, []).append(row)
+    for epoch in range(epochs):
+        groups = list(rows_of)
+        if stream is not None:
+            groups = seeding.stream(seed, *stream, epoch).permutation(groups).tolist()
+        for start in range(0, len(groups), num_groups):
+            rows = [row for group in groups[start : start + num_groups] for row in rows_of[group] if has_tokens[row]]
+            if rows:
+                yield rows
+
+
+def update_each(
+    rows_of_each: Iterator[list[int]], update: Callable[[list[int]], dict[str, float]], role: str
+) -> dict[str, float]:
+    """Call `update` with each mini-batch's rows and return the mean of the metrics.
+
+    Raises:
+        NonFiniteError: with the quantity under the role's name and rows counted in the batch; optimizer steps before the
+            failing one stay applied.
+    """
+    per_step: list[dict[str, float]] = []
+    for rows in rows_of_each:
+        try:
+            per_step.append(update(rows))
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{role}/{error.quantity}", error.value, [rows[row] for row in error.rows]) from error
+    return {name: sum(m[name] for m in per_step) / len(per_step) for name in per_step[0]} if per_step else {}
+
+
+def response_width(batch: Batch) -> int:
+    """Return the longest response of `batch`: the width of the engine's [B, T] results."""
+    return max(len(rollout.token_ids) for rollout in batch.rollouts)
+
+
+def on_rows(tensor: torch.Tensor | None, rows: list[int], width: int, device: torch.device) -> torch.Tensor | None:
+    """Return the first `width` columns of some rows of a [B, T] tensor on `device`; None stays None."""
+    return None if tensor is None else tensor[rows, :width].to(device)

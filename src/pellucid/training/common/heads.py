@@ -1,0 +1,63 @@
+"""What is computed from the final hidden states of response tokens: log-probabilities of a policy, values of a critic.
+
+The roles choose a head; the training engine calls it once a micro-batch and scatters its [M] results back to [B, T].
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from pellucid.training.common.logprobs import token_log_probs, token_log_probs_and_kl
+from pellucid.training.common.models import output_head
+from pellucid.training.common.packing import ModelInput
+from pellucid.training.protocol import TokenScores
+
+
+class ReferenceModel(Protocol):
+    """A frozen model that can be run on a micro-batch of the policy's tokens; a training engine is one."""
+
+    def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
+        """Return the final hidden states [M, H] that predict the response tokens, without gradient."""
+        ...
+
+    def head_weight(self) -> torch.Tensor:
+        """Return the output head [V, H]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbHead:
+    """Log-probabilities of the response tokens, with entropies and the exact KL to a reference on request."""
+
+    temperature: float
+    """The logits are divided by it: the distribution that is sampled from."""
+    with_entropy: bool = False
+    reference: ReferenceModel | None = None
+    """Compute Σ_v π(v)(log π(v) − log π_ref(v)) against this model, run on the same micro-batch."""
+
+    def __call__(
+        self, model: PreTrainedModel, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype
+    ) -> TokenScores:
+        """See `TokenHead`."""
+        weight = output_head(model).weight.to(dtype)
+        options = {"temperature": self.temperature, "with_entropy": self.with_entropy}
+        if self.reference is None:
+            return TokenScores(*token_log_probs(hidden, weight, inputs.target_ids, **options))
+        states, ref_weight = self.reference.predicting_states(inputs), self.reference.head_weight()
+        return TokenScores(
+            *token_log_probs_and_kl(hidden, weight, inputs.target_ids, states, ref_weight, **options)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValueHead:
+    """The scalar that a model with a [1, H] output head gives to the state before each response token."""
+
+    def __call__(
+        self, model: PreTrainedModel, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype
+    ) -> TokenScores:
+        """See `TokenHead`."""
+        # In float32 whatever the model computes in: a value is regressed to, and bf16 has three digits.
+        return TokenScores(values=output_head(model)(hidden.float())[:, 0])
