@@ -19,7 +19,8 @@ import torch
 
 from pellucid.devices import keep_freed_memory, measure_gemm_flops
 from pellucid.rollout.native import NativeRolloutEngine
-from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, num_parameters
+from pellucid.tasks.arithmetic import Arithmetic, ArithmeticArgs
+from pellucid.training.common.models import BUILTIN, eos_token_ids, load_model, load_tokenizer, num_parameters
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
 from pellucid.types import Prompt
@@ -42,12 +43,17 @@ class Setup:
 
     def __post_init__(self) -> None:
         keep_freed_memory()
-        rows = make_prompts(self.model_path, 8)
-        self.prompts = [Prompt(f"bench:{index}", row["token_ids"], row["text"], "bench") for index, row in enumerate(rows)]
         self.model, self.tokenizer = load_model(self.model_path, device=CPU), load_tokenizer(self.model_path)
+        rows = self._sums() if self.model_path == BUILTIN else make_prompts(self.model_path, 8)
+        self.prompts = [Prompt(f"bench:{index}", row["token_ids"], row["text"], "bench") for index, row in enumerate(rows)]
         optimizer = ScheduledAdamW(dict(self.model.named_parameters()), Schedule(1e-6, 0, 1), 0.01, (0.9, 0.999), 1.0)
         self.engine = Fsdp2Engine(self.model, optimizer, MicroBatching(self.micro_tokens, None), device=CPU, dtype=torch.float32)
         self.num_parameters = num_parameters(self.model)
+
+    def _sums(self) -> list[dict[str, Any]]:
+        """Return 256 two-digit sums as the built-in model, which has no chat template, reads them."""
+        texts = [row["prompt"] for row in Arithmetic().make_rows("test", ArithmeticArgs(level=2, size=256))]
+        return [{"text": text, "token_ids": self.tokenizer(text)["input_ids"]} for text in texts]
 
     def rollout_engine(self, num_rows: int) -> NativeRolloutEngine:
         """Return a native engine that decodes `num_rows` sequences at a time."""

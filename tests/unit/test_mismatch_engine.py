@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from pellucid.errors import UserError
 from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
+from pellucid.rollout.native.cache import KVCache
 from pellucid.rollout.protocol import SamplingParams
 from pellucid.training.common.models import BUILTIN_FOLDER, load_model, load_tokenizer
 from pellucid.training.common.packing import TokenSequence, pack
@@ -116,10 +117,16 @@ def test_the_wrapped_engine_itself_stays_exact(actor):
 # --- dtype ------------------------------------------------------------------------------------------------------------
 
 
-def test_bfloat16_samples_rounded_weights_in_bfloat16(actor):
+def test_bfloat16_samples_rounded_weights_in_bfloat16(actor, monkeypatch):
+    cache_dtypes, make_cache = [], KVCache.__init__
+    monkeypatch.setattr(
+        KVCache, "__init__", lambda *a, dtype, **k: (cache_dtypes.append(dtype), make_cache(*a, dtype=dtype, **k))[1]
+    )
     own, engine = copy_weights(actor), make_engine(actor, dtype="bfloat16")
     rounded = {name: weight.to(torch.bfloat16) for name, weight in own.items()}
-    assert_equal_weights(sampled_weights(actor, engine), rounded)
+    sampled = sampled_weights(actor, engine)
+    assert_equal_weights(sampled, rounded)
+    assert {weight.dtype for weight in sampled.values()} == {torch.bfloat16} == set(cache_dtypes)
     rollouts = engine.generate(PROMPTS, PARAMS, stream=STREAM)
     to_trained = reference_gap(rollouts, own).abs()
     assert 1e-4 < float(to_trained.mean()) < 0.05
