@@ -47,6 +47,7 @@ def load_trained(
     from pellucid.checkpoint_store import CheckpointStore
     from pellucid.config import RunConfig, SftConfig, load_config
     from pellucid.rundir import RunDir
+    from pellucid.training.common.lora import add_lora
     from pellucid.training.common.models import init_model, load_model, load_tokenizer, load_weights, model_folder
 
     folder = Path(path)
@@ -81,6 +82,9 @@ def load_trained(
             override_config=config.override_config,
             trust_remote_code=config.trust_remote_code,
         )
+        if config.lora_rank:
+            targets = config.target_modules
+            add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha, target_modules=targets, seed=0)
     load_weights(model, checkpoint / "model.safetensors")
     tokenizer_path = config.tokenizer_path or config.path
     assert tokenizer_path is not None

@@ -1,13 +1,16 @@
 """Weights of linear layers repacked for small batches on CPU, for the time of one rollout.
 
 Decoding multiplies a few dozen rows with every weight matrix. On CPU the plain layout reaches a fraction of what oneDNN's
-blocked layout does at that size, so during `generate` each `nn.Linear` computes with a blocked copy of its weight.
+blocked layout does at that size, so during `generate` each `nn.Linear` computes with a blocked copy of its weight; one with a
+LoRA adapter with a copy of the merged weight, so that an adapter costs decoding nothing.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from pellucid.training.common.lora import lora_layers, merged_weight
 
 
 def packing_pays(device: torch.device, dtype: torch.dtype) -> bool:
@@ -26,15 +29,22 @@ def packed_linears(model: torch.nn.Module, num_rows: int) -> Iterator[None]:
         model: the policy.
         num_rows: the usual batch, for which the layout is chosen.
     """
-    linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    adapted = lora_layers(model)
+    inside = {id(module) for layer in adapted for module in layer.modules()}
+    plain = [module for module in model.modules() if type(module) is torch.nn.Linear and id(module) not in inside]
+    weights = [(layer, merged_weight) for layer in adapted] + [(layer, _own_weight) for layer in plain]
     try:
-        for linear in linears:
-            packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), num_rows)
-            linear.forward = _Forward(packed, linear.bias)
+        for layer, weight in weights:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight(layer).detach(), num_rows)
+            layer.forward = _Forward(packed, layer.bias)
         yield
     finally:
-        for linear in linears:
-            vars(linear).pop("forward", None)
+        for layer, _ in weights:
+            vars(layer).pop("forward", None)
+
+
+def _own_weight(linear: torch.nn.Linear) -> torch.Tensor:
+    return linear.weight
 
 
 class _Forward:

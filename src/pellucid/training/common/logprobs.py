@@ -60,19 +60,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_logp, grad_entropy, grad_kl = grad_outputs
         hidden, weight, targets, ref_hidden, ref_weight, log_norm, ref_log_norm, entropy, kl = ctx.saved_tensors
         grad_logp = torch.zeros_like(log_norm) if grad_logp is None else grad_logp
-        grad_kl = None if ref_weight is None else grad_kl
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed in float32 over the chunks even when the head runs in bf16.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
             full_logp = _logits(hidden[rows], weight, ctx.temperature).sub_(log_norm[rows, None])
-            if grad_entropy is None and grad_kl is None:
+            if grad_entropy is None and (grad_kl is None or ref_weight is None):
                 # d log p_t / d z_v = 1[v = t] − p_v
                 grad = full_logp.exp_().mul_(-grad_logp[rows, None])
             else:
                 probs = full_logp.exp()
                 grad = probs * -grad_logp[rows, None]
-                if grad_kl is not None:
+                if grad_kl is not None and ref_weight is not None:
                     # d KL / d z_v = p_v (log p_v − log q_v − KL)
                     ref_logits = _logits(ref_hidden[rows], ref_weight, ctx.temperature)
                     log_ratio = full_logp - ref_logits.sub_(ref_log_norm[rows, None])
