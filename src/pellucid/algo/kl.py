@@ -10,20 +10,26 @@ import torch
 from torch import Tensor
 
 
-def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str, full_kl: Tensor | None = None) -> Tensor:
+def kl_penalty(logp: Tensor, ref_logp: Tensor | None, kind: str, full_kl: Tensor | None = None) -> Tensor:
     """Return the [B, T] per-token estimate of KL(policy ‖ reference).
 
     Args:
         logp: [B, T] log-probs of the policy.
-        ref_logp: [B, T] log-probs of the reference for the same tokens.
+        ref_logp: [B, T] log-probs of the reference for the same tokens; `full` does not read it.
         kind: `kl`/`k1` logp − ref; `abs` its magnitude; `mse`/`k2` half its square;
             `low_var_kl`/`k3` e^x − x − 1 with x = ref − logp clamped to ±20 and the result to ±10; `full` is `full_kl`.
             A trailing `+` keeps the value and takes the gradient of `k2`, whose expectation is the KL's own gradient.
         full_kl: [B, T] exact divergence over the vocabulary, for `full`.
 
     Raises:
-        ValueError: the kind is unknown, or is `full` and `full_kl` is missing.
+        ValueError: the kind is unknown, or what it needs is missing.
     """
+    if kind == "full":
+        if full_kl is None:
+            raise ValueError("the KL estimator 'full' needs `full_kl`, the divergence over the vocabulary")
+        return full_kl
+    if ref_logp is None:
+        raise ValueError(f"the KL estimator '{kind}' needs `ref_logp`, the reference's log-probs")
     if kind.endswith("+"):
         value = kl_penalty(logp.detach(), ref_logp, kind[:-1], full_kl).detach()
         k2 = kl_penalty(logp, ref_logp, "k2")
@@ -38,10 +44,6 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str, full_kl: Tensor | None
     if kind in ("low_var_kl", "k3"):
         x = (-difference).clamp(-20.0, 20.0)
         return (torch.expm1(x) - x).clamp(-10.0, 10.0)  # expm1: near zero e^x − 1 is all cancellation
-    if kind == "full":
-        if full_kl is None:
-            raise ValueError("the KL estimator 'full' needs `full_kl`, the divergence over the vocabulary")
-        return full_kl
     raise ValueError(f"unknown KL estimator '{kind}'")
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pellucid import devices
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.correction import CorrectionSettings
-from pellucid.algo.kl import AdaptiveKL, FixedKL, make_kl_controller
+from pellucid.algo.kl import KLController, make_kl_controller
 from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import RunConfig
@@ -76,7 +76,7 @@ class Run:
     rewards: Rewards
     estimator: Estimator
     correction: CorrectionSettings | None
-    kl_control: FixedKL | AdaptiveKL
+    kl_control: KLController
     engines: list[TrainingEngine]
     """Every training engine of the run, whose arithmetic counts into its utilisation."""
     spans: SpanRecorder
