@@ -10,6 +10,7 @@ from pellucid.errors import UserError
 from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
 from pellucid.rollout.native.cache import KVCache
 from pellucid.rollout.protocol import SamplingParams
+from pellucid.training.common.lora import add_lora
 from pellucid.training.common.models import BUILTIN_FOLDER, load_model, load_tokenizer
 from pellucid.training.common.packing import TokenSequence, pack
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
@@ -235,6 +236,25 @@ def test_frozen_weights_are_not_copied(actor):
     engine.sync_weights()
     assert [list(snapshot.weights) for snapshot in engine._ring] == [[trained], [trained]]
     assert engine.generate(PROMPTS, PARAMS, stream=STREAM) == before
+
+
+def test_adapters_are_perturbed_like_other_weights(actor):
+    pytest.importorskip("peft")
+    adapted = Fsdp2Engine(
+        add_lora(actor.model, rank=4, alpha=8, target_modules="all-linear", seed=0),
+        None,
+        MicroBatching(None, None),
+        device=CPU,
+        dtype=torch.float32,
+    )
+    native = make_native(adapted).generate(PROMPTS, PARAMS, stream=STREAM)
+    engine = make_engine(adapted, stale_steps=1)
+    assert engine.generate(PROMPTS, PARAMS, stream=STREAM) == native
+    assert all(".lora_" in name for snapshot in engine._ring for name in snapshot.weights)
+    own = copy_weights(adapted)
+    for fields in ({"dtype": "bfloat16"}, {"dtype": "int8", "noise": 0.05}):
+        assert make_engine(adapted, **fields).generate(PROMPTS, PARAMS, stream=STREAM) != native
+        assert_equal_weights(copy_weights(adapted), own)
 
 
 def test_the_settings_compose_stale_then_noise_then_dtype(actor):
