@@ -26,7 +26,7 @@ def write_rollouts(path: Path, rollouts: list[Rollout], step: int,
 
     Args:
         path: the file, normally `RunDir.rollouts(step)`.
-        rollouts: the samples; `training_logprobs` may be None.
+        rollouts: the samples; `training_logprobs` and `correction_weights` may be None.
         step: the step they were sampled in.
         pieces: turns token ids into one string a token, for people; None leaves `pieces` null in the file.
     """
@@ -77,5 +77,6 @@ def _record(rollout: Rollout, step: int, pieces: list[str] | None) -> dict[str, 
         "failure": None if rollout.failure is None else dataclasses.asdict(rollout.failure),
         "mask": [int(rollout.failure is None)] * length,
         "rollout_logprobs": rollout.logprobs, "training_logprobs": rollout.training_logprobs,
+        "correction_weights": rollout.correction_weights,
         **({"policy_version": rollout.versions[0]} if constant else {"policy_versions": rollout.versions}),
     }

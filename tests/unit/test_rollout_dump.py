@@ -32,7 +32,7 @@ def a_rollout(draw) -> Rollout:
     return Rollout(prompt, draw(st.integers(0, 8)), ids, draw(per_token(FLOATS)), draw(per_token(st.integers(0, 3))),
                    draw(st.sampled_from(["stop", "length"])), draw(st.text()), None if failure else draw(FLOATS),
                    draw(st.dictionaries(st.text(max_size=4), FLOATS, max_size=2)), failure,
-                   draw(st.none() | per_token(FLOATS)))
+                   draw(st.none() | per_token(FLOATS)), draw(st.none() | per_token(FLOATS)))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -54,6 +54,7 @@ def test_round_trip(tmp_path, rollouts, step):
             [rollout.sample, rollout.text, rollout.token_ids, rollout.finish_reason]
         assert record["rollout_logprobs"] == rollout.logprobs
         assert record["training_logprobs"] == rollout.training_logprobs
+        assert record["correction_weights"] == rollout.correction_weights
         assert [record["reward"], record["reward_parts"], record["failure"]] == \
             [rollout.reward, rollout.reward_parts, failure]
         assert record["mask"] == [0 if failure else 1] * len(rollout.token_ids)
@@ -144,6 +145,16 @@ def test_tokens(monkeypatch, run_dir):
     assert ["0", "Hel", "10", "-0.5000", "-0.2500", "2.5e-01"] in rows
     assert ["2", "\\n", "12", "-2.5000", "-2.2500", "2.5e-01"] in rows
     assert "⟨11⟩" in view(monkeypatch, run_dir, "--tokens", "--step", "7")
+
+
+def test_tokens_show_their_correction_weights(monkeypatch, run_dir):
+    weighted, plain = sample("a:1", 0, 1.0, 3, 0.25), sample("a:1", 1, 1.0, 1, 0.25)
+    weighted.correction_weights = [1.0, 0.77884, 0.0]
+    write_rollouts(run_dir.rollouts(8), [weighted, plain], 8)
+    rows = [line.strip("│ ").split() for line in view(monkeypatch, run_dir, "--tokens").splitlines()]
+    assert ["1", "⟨11⟩", "11", "-1.5000", "-1.2500", "2.5e-01", "0.7788"] in rows
+    assert ["0", "⟨10⟩", "10", "-0.5000", "-0.2500", "2.5e-01"] in rows
+    assert [row[-1] for row in rows if row[:2] == ["#", "token"]] == ["weight", "|gap|"]
 
 
 def test_missing_step_lists_those_that_exist(monkeypatch, run_dir, tmp_path):

@@ -40,7 +40,7 @@ def rollouts_command(
     max_reward: Annotated[float | None, typer.Option(help="Only samples with at most this reward.")] = None,
     uid: Annotated[str | None, typer.Option(help="Only prompts whose uid contains this text.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many samples.")] = 10,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show each token, both log-probs and their gap.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show each token: both log-probs, their gap, its weight.")] = False,
 ) -> None:
     """Show the rollouts of one step: prompt, response, reward, and the log-probabilities of both policies."""
     directory = RunDir.open(run)
@@ -131,7 +131,9 @@ def _strip(record: dict[str, Any]) -> Text:
 
 
 def _token_table(record: dict[str, Any], gaps: list[float] | None) -> Table:
-    headers = ("#", "token", "id", "rollout logp", "training logp", "|gap|")
+    # A dump of a run without rollout correction has no weights, one of an older version not even the key.
+    weights = record.get("correction_weights")
+    headers = ["#", "token", "id", "rollout logp", "training logp", "|gap|", *(["weight"] if weights else [])]
     table = Table(*headers, box=None, pad_edge=False, header_style="dim")
     for column in table.columns:
         column.justify = "right"
@@ -142,7 +144,8 @@ def _token_table(record: dict[str, Any], gaps: list[float] | None) -> Table:
         if gaps is not None:
             training, gap = f"{record['training_logprobs'][index]:.4f}", f"{gaps[index]:.1e}"
         shown = Text(repr(piece)[1:-1], style=_logp_style(logp))
-        table.add_row(str(index), shown, str(token), f"{logp:.4f}", training, gap)
+        weight = [f"{weights[index]:.4f}"] if weights else []
+        table.add_row(str(index), shown, str(token), f"{logp:.4f}", training, gap, *weight)
     return table
 
 
