@@ -12,7 +12,7 @@ from pellucid.config.fields import link_of
 
 SOURCE = Path(schema.__file__).parents[2]
 SCHEMA = Path(schema.__file__).parent
-RULES = SCHEMA.parent / "validate.py"
+RULES = SCHEMA.parent / "validate"
 SECTIONS = [value for value in vars(schema).values() if dataclasses.is_dataclass(value)]
 
 
@@ -20,7 +20,7 @@ def attributes_read() -> set[str]:
     """Names that appear as `something.name` being read in the package, outside the schema and its own rules."""
     names: set[str] = set()
     for file in SOURCE.rglob("*.py"):
-        if SCHEMA not in file.parents and file != RULES:
+        if SCHEMA not in file.parents and RULES not in file.parents:
             tree = ast.parse(file.read_text(encoding="utf-8"))
             names |= {
                 node.attr

@@ -51,7 +51,7 @@ def error_of(*overrides, base=BASE, **kwargs) -> UserError:
             f"{ACTOR}.ppo_max_token_len_per_gpu",
             ["512 prompt + 512 response = 1024"],
         ),
-        ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ["no spread"]),
+        ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ["grpo compares", "every advantage is 0"]),
         ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.n", ["4 times the same text"]),
         ([f"{ROLLOUT}.val_kwargs.n=2"], f"{ROLLOUT}.val_kwargs.n", ["2 times the same text"]),
         ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ["divides the logits by zero"]),
@@ -72,7 +72,11 @@ def error_of(*overrides, base=BASE, **kwargs) -> UserError:
             ["no effect"],
         ),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], f"{ACTOR}.optim.min_lr_ratio", ["constant"]),
-        (["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096"], "actor_rollout_ref.ref", ["no effect"]),
+        (
+            ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096"],
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+            ["4096 has no effect while no KL term"],
+        ),
         (
             [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=1000"],
             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",

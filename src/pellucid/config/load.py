@@ -16,7 +16,9 @@ from pellucid.config.convert import convert, defaults_tree, flat_hints, hints_of
 from pellucid.config.deferred import drop_deferred
 from pellucid.config.fields import link_of
 from pellucid.config.migrate import drop_old, drop_targets
+from pellucid.config.presets import expand_preset
 from pellucid.config.schema import RunConfig, SftConfig
+from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
 from pellucid.config.validate import validate
 from pellucid.errors import UserError
 
@@ -81,6 +83,8 @@ def resolved_tree(source: str | Path | None, overrides: list[str], root: type, n
     raise_all(list(_unknown_keys(user, root)))
     if root is RunConfig:
         _default_micro_batching(merged, notices)
+        _default_aggregation(user, merged, notices)
+        expand_preset(user, merged, notices)
     missing: list[str] = []
     tree = _resolve(merged, root, "", missing)
     if missing:
@@ -102,6 +106,20 @@ def _default_micro_batching(merged: DictConfig, notices: list[str]) -> None:
         notices.append(
             "actor_rollout_ref.actor: no use_dynamic_bsz and no ppo_micro_batch_size_per_gpu is set, so "
             "micro-batches are formed by tokens (use_dynamic_bsz: true); the gradient is the same."
+        )
+
+
+def _default_aggregation(user: DictConfig, merged: DictConfig, notices: list[str]) -> None:
+    """Give losses that are means over sequences their own aggregation, unless the user chose one."""
+    from omegaconf import OmegaConf
+
+    actor = OmegaConf.select(merged, "actor_rollout_ref.actor")
+    chosen = "loss_agg_mode" in (OmegaConf.select(user, "actor_rollout_ref.actor") or {})
+    loss = str(OmegaConf.select(actor, "policy_loss.loss_mode"))
+    if not chosen and loss.replace("-", "_") in SEQUENCE_MEAN_LOSSES:
+        actor.loss_agg_mode = "seq-mean-token-mean"
+        notices.append(
+            f"actor_rollout_ref.actor.loss_agg_mode: seq-mean-token-mean, which loss_mode: {loss} is defined with."
         )
 
 

@@ -41,9 +41,7 @@ class CriticConfig:
     """Training engine that holds the critic; null follows the actor."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """The critic's model."""
-    ppo_mini_batch_size: Positive = field(
-        default=256, metadata=link("${actor_rollout_ref.actor.ppo_mini_batch_size}")
-    )
+    ppo_mini_batch_size: Positive = field(default=256, metadata=link("${actor_rollout_ref.actor.ppo_mini_batch_size}"))
     """Prompts per optimizer step; null follows the actor."""
     ppo_micro_batch_size_per_gpu: Positive | None = field(
         default=None, metadata=link("${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}")

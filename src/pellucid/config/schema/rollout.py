@@ -35,11 +35,11 @@ class SimulateMismatchConfig:
     """The mismatch laboratory: training samples come from a policy that differs from the trained one on purpose."""
 
     dtype: Annotated[Literal["bfloat16", "int8"], Alias("bf16", "bfloat16")] | None = None
-    """Round the rollout's weights to this format; null keeps them."""
+    """Sample in this format: bfloat16 in all, int8 for the weights of the linear layers; null keeps the trained one."""
     stale_steps: Annotated[int, Range(ge=0)] = 0
-    """Sample with the weights of this many steps ago."""
+    """Sample with the weights of this many steps ago, or the oldest there are."""
     noise: Annotated[float, Range(ge=0)] = 0.0
-    """Standard deviation of noise on the rollout's weights, as a fraction of each tensor's own."""
+    """Gaussian noise added to each weight tensor before sampling, as a fraction of its root mean square."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,35 @@
+"""Rules that span several keys, checked before a model is touched.
+
+Each rule looks at a converted config and yields the mistakes it finds; `load.py` calls `validate`.
+"""
+
+from __future__ import annotations
+
+from pellucid.config.convert import raise_all
+from pellucid.config.schema import RunConfig, SftConfig
+from pellucid.config.validate import algorithm, batches, correction, effects, run, sampling
+
+
+def validate(config: RunConfig | SftConfig) -> list[str]:
+    """Check the rules between keys.
+
+    Returns:
+        Lines about settings that are allowed but unusual.
+
+    Raises:
+        UserError: a rule is broken; the arithmetic is spelled out (`ConfigError` for several).
+    """
+    if isinstance(config, SftConfig):
+        raise_all([*run.sft_mistakes(config)])
+        return []
+    changed = effects.changed_keys(config)
+    found = [
+        *batches.mistakes(config),
+        *sampling.mistakes(config),
+        *algorithm.mistakes(config),
+        *correction.mistakes(config),
+        *run.mistakes(config),
+    ]
+    named = {error.field for error in found}
+    raise_all(found + [error for error in effects.mistakes(config, changed) if error.field not in named])
+    return [*algorithm.unusual(config), *correction.unusual(config)]

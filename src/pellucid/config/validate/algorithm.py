@@ -1,0 +1,91 @@
+"""Rules on estimators, losses, rewards and adapters that belong together or exclude each other.
+
+`validate` in the package calls `mistakes` and `unusual`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pellucid.config.schema import RunConfig
+from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
+from pellucid.errors import UserError
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def mistakes(config: RunConfig) -> Iterator[UserError]:
+    """Yield the mistakes in the algorithm and the reward."""
+    actor = config.actor_rollout_ref.actor
+    loss = actor.policy_loss.loss_mode
+    if loss in SEQUENCE_MEAN_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield UserError(
+            f"{ACTOR}.loss_agg_mode",
+            f"{actor.loss_agg_mode} does not go with loss_mode: {loss}, which is a mean over sequences.",
+            "Set it to seq-mean-token-mean, or remove the key.",
+        )
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield UserError(
+            f"{ACTOR}.loss_scale_factor",
+            f"{actor.loss_scale_factor:g} has no effect with loss_agg_mode: {actor.loss_agg_mode}.",
+            "Set loss_agg_mode: seq-mean-token-sum-norm, or remove the key.",
+        )
+    if actor.clip_ratio != type(actor)().clip_ratio and actor.clip_ratio not in (
+        actor.clip_ratio_low,
+        actor.clip_ratio_high,
+    ):
+        yield UserError(
+            f"{ACTOR}.clip_ratio",
+            f"{actor.clip_ratio:g} has no effect while clip_ratio_low ({actor.clip_ratio_low:g}) and "
+            f"clip_ratio_high ({actor.clip_ratio_high:g}) are both set.",
+            "Remove it, or set those to null.",
+        )
+    model = config.actor_rollout_ref.model
+    if model.lora_rank and model.target_modules == []:
+        yield UserError(
+            "actor_rollout_ref.model.target_modules",
+            "an empty list gives no module an adapter, so nothing would be trained.",
+            "Name modules, or set it to all-linear.",
+        )
+    yield from _reward(config)
+
+
+def _reward(config: RunConfig) -> Iterator[UserError]:
+    reward, longest = config.reward_model, config.data.max_response_length
+    if reward.enable and reward.model.path is None:
+        yield UserError(
+            "reward_model.model.path",
+            "reward_model.enable is true, but no model is named.",
+            "Set it to a model folder or hub id.",
+        )
+    if reward.enable and reward.weight == 0:
+        yield UserError(
+            "reward_model.weight",
+            "0 leaves the reward model's score out of the reward.",
+            "Set another weight, or reward_model.enable: false.",
+        )
+    if reward.rule_weight == 0 and not reward.enable:
+        yield UserError(
+            "reward_model.rule_weight",
+            "0 leaves the rule's score out, and there is no reward model: every reward is 0.",
+            "Set it to 1, or reward_model.enable: true.",
+        )
+    buffer = reward.overlong_buffer
+    if buffer.enable and buffer.len is None:
+        yield UserError(
+            "reward_model.overlong_buffer.len",
+            "must be set while overlong_buffer.enable is true.",
+            f"Set it below data.max_response_length ({longest}), e.g. {max(1, longest // 4)}.",
+        )
+    if buffer.enable and buffer.len is not None and buffer.len >= longest:
+        yield UserError(
+            "reward_model.overlong_buffer.len",
+            f"{buffer.len} tokens of penalty leave none of data.max_response_length ({longest}) without one.",
+            f"Set it below {longest}, e.g. {max(1, longest // 4)}.",
+        )
+
+
+def unusual(config: RunConfig) -> Iterator[str]:
+    """Yield lines about settings that are allowed and seldom meant."""
+    if config.actor_rollout_ref.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are both on: the KL penalty counts twice."
