@@ -22,7 +22,7 @@ from pellucid.algo.correction_metrics import (
     sequence_metrics,
     weighted_order_statistic,
 )
-from pellucid.algo.mismatch import GapSums, excess_of, masked_double, row_blocks
+from pellucid.algo.mismatch import GapSums, excess_of, row_blocks
 
 __all__ = [
     "HEALTH", "Correction", "CorrectionSettings", "HealthRange", "RejectionRule", "correct", "correction_weights",
@@ -106,21 +106,18 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: Corr
     by_token = settings.level == "token"
     weights = None if settings.threshold is None else torch.empty(mask.shape, device=mask.device)
     kept = torch.empty_like(mask) if settings.rejection else mask
-    gaps, ratios = GapSums.zeros(len(mask), mask.device), RatioSums.zeros(len(mask), mask.device)
+    gaps, ratios = GapSums.zeros(len(mask), mask.device), RatioSums(settings.log_bounds)
     num_catastrophic = torch.zeros_like(gaps.num_tokens)
-    token_gaps, num_seen = np.empty(int(mask.sum()) if by_token else 0, dtype=np.float32), 0
+    token_gaps, num_seen = np.empty(int(torch.count_nonzero(mask)) if by_token else 0, dtype=np.float32), 0
     for rows in row_blocks(mask):
         inside = mask[rows]
-        old = masked_double(old_logp[rows], inside)
-        gap = old - masked_double(rollout_logp[rows], inside)
-        excess = excess_of(gap)
-        gaps.fill(rows, old, gap, excess, inside)
-        num_catastrophic[rows] = ((gap < settings.log_veto) & inside).sum(dim=1).double()
+        gap, tokens, excess = gaps.add_block(rows, old_logp[rows], rollout_logp[rows], inside)
+        if gaps.gap_min < settings.log_veto:  # rare: blocks before the first such token have none
+            num_catastrophic[rows] = ((gap < settings.log_veto) & inside).sum(dim=1).double()
         if by_token:
-            ratios.fill(rows, gap, excess, inside, settings.log_bounds)
-            found = gap.cpu().numpy()[inside.cpu().numpy()]
-            token_gaps[num_seen : num_seen + len(found)] = found
-            num_seen += len(found)
+            ratios.add(excess)
+            token_gaps[num_seen : num_seen + len(tokens)] = tokens.numpy()
+            num_seen += len(tokens)
         if weights is not None:
             weights[rows] = correction_weights(gap, inside, settings)
         if settings.rejection:
@@ -129,15 +126,15 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: Corr
         weights.masked_fill_(~kept, 0.0)
     if weights is not None and settings.batch_normalize:
         _normalize(weights, kept, settings.level)
-    if not bool((gaps.num_tokens > 0).any()):
-        return Correction(weights, kept, {})
-    values = {
-        "veto_fraction": (num_catastrophic > 0).double().sum() / (gaps.num_tokens > 0).sum(),
-        "catastrophic_token_fraction": num_catastrophic.sum() / gaps.num_tokens.sum(),
-    }
-    values |= _token_metrics(gaps, ratios, token_gaps, settings) if by_token else _sequence_metrics(gaps, settings)
-    metrics = gaps.metrics() | {f"mismatch/rollout_is_{name}": float(value) for name, value in values.items()}
-    if settings.rejection:
+    metrics = gaps.metrics()
+    if metrics:
+        values = _token_metrics(gaps, ratios, token_gaps) if by_token else _sequence_metrics(gaps, ratios, settings.level)
+        if settings.mode == "truncate":
+            del values["clipped_fraction"]
+        values["veto_fraction"] = (num_catastrophic > 0).sum() / (gaps.num_tokens > 0).sum()
+        values["catastrophic_token_fraction"] = num_catastrophic.sum() / gaps.num_tokens.sum()
+        metrics |= {f"mismatch/rollout_is_{name}": float(value) for name, value in values.items()}
+    if metrics and settings.rejection:
         metrics |= _rejection_metrics(gaps.num_tokens, kept)
     return Correction(weights, kept, metrics)
 
@@ -155,10 +152,9 @@ def correction_weights(log_ratio: Tensor, mask: Tensor, settings: CorrectionSett
         [B, T] float32, zero outside the mask, no gradient.
     """
     assert settings.threshold is not None, "weights need a threshold"
-    log_ratio = log_ratio.masked_fill(~mask, 0.0)
     level_ratio = log_ratio
     if settings.level != "token":
-        total = log_ratio.sum(dim=1, keepdim=True, dtype=torch.float64)
+        total = log_ratio.masked_fill(~mask, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
         level_ratio = _of_level(total, mask.sum(dim=1, keepdim=True), settings.level)
     weights = clamped_exp(level_ratio)
     if settings.mode == "truncate":
@@ -183,7 +179,7 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rules: tuple[RejectionRule, 
     Raises:
         ValueError: an unknown statistic or level.
     """
-    gap = masked_double(log_ratio, mask)
+    gap = log_ratio.masked_fill(~mask, 0.0).double()
     kept = mask
     for rule in rules:
         kept = kept & _keeps(gap, mask, rule)
@@ -253,35 +249,43 @@ def _normalize(weights: Tensor, kept: Tensor, level: Level) -> None:
     weights.div_(torch.where(mean > 0, mean, 1.0))
 
 
-def _token_metrics(
-    gaps: GapSums, ratios: RatioSums, token_gaps: np.ndarray, settings: CorrectionSettings
-) -> dict[str, Tensor]:
+def _token_metrics(gaps: GapSums, ratios: RatioSums, token_gaps: np.ndarray) -> dict[str, float | Tensor]:
+    """Return the metrics of level `token`; sorts `token_gaps` [N], the ℓ of every unmasked token, in place."""
+    num_tokens = len(token_gaps)
     token_gaps.sort()  # vectorised: faster than selecting the ten ranks
-    extremes = clamped_exp(torch.stack([gaps.gap_min.min(), gaps.gap_max.max()]))
+    num_low, not_high = (np.searchsorted(token_gaps, bound, side) for bound, side in zip(ratios.log_bounds, ("left", "right")))
+    low, high = num_low / num_tokens, 1.0 - not_high / num_tokens
+    extremes = clamped_exp(torch.tensor([gaps.gap_min, gaps.gap_max], dtype=torch.float64))
     return {
-        **ratios.metrics(gaps.num_tokens, clip=settings.mode == "clip"),
+        **ratios.metrics(num_tokens),
         "min": extremes[0],
         "max": extremes[1],
-        **percentiles(len(token_gaps), lambda ranks: torch.from_numpy(token_gaps[ranks.numpy()])),
+        **percentiles(num_tokens, lambda ranks: torch.from_numpy(token_gaps[ranks.numpy()])),
+        "ratio_fraction_high": high,
+        "ratio_fraction_low": low,
+        "clipped_fraction": high + low,
     }
 
 
-def _sequence_metrics(gaps: GapSums, settings: CorrectionSettings) -> dict[str, Tensor]:
+def _sequence_metrics(gaps: GapSums, ratios: RatioSums, level: Level) -> dict[str, float | Tensor]:
     """A sequence's ratio counts once for each of its tokens, except in `seq_*` and in the fractions of level `sequence`."""
-    sums = gaps.of_nonempty()
-    log_ratio = _of_level(sums.gap, sums.num_tokens, settings.level)
-    ratios = RatioSums.zeros(len(log_ratio), log_ratio.device)
-    column = log_ratio[:, None]
-    ratios.fill(slice(None), column, excess_of(column), torch.ones_like(column, dtype=torch.bool), settings.log_bounds)
-    values = ratios.times(sums.num_tokens).metrics(sums.num_tokens, clip=settings.mode == "clip")
-    values |= sequence_metrics(log_ratio, settings.log_bounds)
-    if settings.level == "sequence":
-        values |= {f"ratio_fraction_{side}": values[f"seq_fraction_{side}"] for side in ("high", "low")}
-    order_statistic = weighted_order_statistic(log_ratio, sums.num_tokens)
-    return values | {
-        "min": values["seq_min"],
-        "max": values["seq_max"],
-        **percentiles(int(sums.num_tokens.sum()), order_statistic),
+    num_tokens, _, gap = gaps.nonempty()
+    total = float(num_tokens.sum())
+    log_ratio = _of_level(gap, num_tokens, level)
+    ratios.add(excess_of(log_ratio), num_tokens)
+    sequences = sequence_metrics(log_ratio, ratios.log_bounds)
+    low = num_tokens[log_ratio < ratios.log_bounds[0]].sum() / total
+    high = num_tokens[log_ratio > ratios.log_bounds[1]].sum() / total
+    by_sequence = level == "sequence"
+    return {
+        **ratios.metrics(total),
+        **sequences,
+        "min": sequences["seq_min"],
+        "max": sequences["seq_max"],
+        **percentiles(int(total), weighted_order_statistic(log_ratio, num_tokens)),
+        "ratio_fraction_high": sequences["seq_fraction_high"] if by_sequence else high,
+        "ratio_fraction_low": sequences["seq_fraction_low"] if by_sequence else low,
+        "clipped_fraction": high + low,
     }
 
 

@@ -1,13 +1,12 @@
 """The `mismatch/rollout_is_*` metrics of rollout correction and the ranges in which they are healthy.
 
-`correct` fills the per-sequence sums here while a block of rows is in the cache; `out_of_range` turns a step's metrics into
-warnings with a remedy.
+`correct` adds to the sums here while a block of rows is in the cache; `out_of_range` turns a step's metrics into warnings
+with a remedy.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,52 +23,38 @@ def clamped_exp(log_ratio: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class RatioSums:
-    """Per-sequence sums of the ratio r over the mask, taken of r − 1 to keep digits near 1; each field is [B] float64."""
+    """Sums over the batch's tokens of the ratio r, taken of r − 1 to keep the digits near 1."""
 
-    excess: Tensor
+    log_bounds: tuple[float, float]
+    excess: float = 0.0
     """Σ r − 1, the log clamped to ±20."""
-    bounded: Tensor
+    bounded: float = 0.0
     """Σ r' − 1 with r' = r clamped to [lower, upper]."""
-    bounded_square: Tensor
+    bounded_square: float = 0.0
     """Σ (r' − 1)²."""
-    num_high: Tensor
-    num_low: Tensor
 
-    @classmethod
-    def zeros(cls, num_sequences: int, device: torch.device) -> Self:
-        """Return the sums of nothing, to be filled block by block."""
-        return cls(*torch.zeros(5, num_sequences, dtype=torch.float64, device=device))
+    def add(self, excess: Tensor, num_tokens: Tensor | None = None) -> None:
+        """Add [N] float64 values of r − 1, each counted once or `num_tokens` [N] times; overwrites `excess`."""
 
-    def fill(self, rows: slice, log_ratio: Tensor, excess: Tensor, mask: Tensor, log_bounds: tuple[float, float]) -> None:
-        """Set the sums of `rows` from [b, T] float64 tensors that are zero outside the mask; `excess` is r − 1."""
-        log_lower, log_upper = log_bounds
-        excess = excess.clamp(math.expm1(-MAX_LOG_RATIO), math.expm1(MAX_LOG_RATIO))
-        self.excess[rows] = excess.sum(dim=1)
-        # Where 1 is not within the bounds, clamping moves the zeros outside the mask.
-        bounded = excess.clamp_(math.expm1(log_lower), math.expm1(log_upper)).masked_fill_(~mask, 0.0)
-        self.bounded[rows] = bounded.sum(dim=1)
-        self.bounded_square[rows] = bounded.square_().sum(dim=1)
-        self.num_high[rows] = ((log_ratio > log_upper) & mask).sum(dim=1).double()
-        self.num_low[rows] = ((log_ratio < log_lower) & mask).sum(dim=1).double()
+        def total(values: Tensor) -> float:
+            return float(values.sum() if num_tokens is None else values @ num_tokens)
 
-    def times(self, num_tokens: Tensor) -> "RatioSums":
-        """Return the sums of a per-sequence ratio over the sequence's tokens."""
-        return RatioSums(*(field * num_tokens for field in astuple(self)))
+        excess.clamp_(math.expm1(-MAX_LOG_RATIO), math.expm1(MAX_LOG_RATIO))
+        self.excess += total(excess)
+        excess.clamp_(*map(math.expm1, self.log_bounds))
+        self.bounded += total(excess)
+        self.bounded_square += total(excess.square_())
 
-    def metrics(self, num_tokens: Tensor, *, clip: bool) -> dict[str, Tensor]:
-        """Return the token means: mean, std, eff_sample_size, ratio fractions and (`clip`) the clipped fraction."""
-        total = num_tokens.sum()
-        bounded = self.bounded.sum() / total
-        variance = (self.bounded_square.sum() / total - bounded.square()).clamp(min=0.0)
-        mean_square = (1.0 + bounded).square()
-        high, low = self.num_high.sum() / total, self.num_low.sum() / total
+    def metrics(self, num_tokens: float) -> dict[str, float]:
+        """Return the means over `num_tokens` tokens: mean, std, eff_sample_size."""
+        bounded = self.bounded / num_tokens
+        variance = max(0.0, self.bounded_square / num_tokens - bounded**2)
+        mean_square = (1.0 + bounded) ** 2
         return {
-            "mean": 1.0 + self.excess.sum() / total,
-            "std": variance.sqrt(),
+            "mean": 1.0 + self.excess / num_tokens,
+            "std": math.sqrt(variance),
             "eff_sample_size": mean_square / (mean_square + variance),  # 1 / mean((w / mean w)²)
-            "ratio_fraction_high": high,
-            "ratio_fraction_low": low,
-        } | ({"clipped_fraction": high + low} if clip else {})
+        }
 
 
 def sequence_metrics(log_ratio: Tensor, log_bounds: tuple[float, float]) -> dict[str, Tensor]:

@@ -4,15 +4,16 @@ One walk over the [B, T] tensors leaves per-sequence sums, [B]; the `mismatch/*`
 those. Names and formulas are those of `docs/metrics.md`.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = 2**16
-"""Tokens of a block of rows: its float64 temporaries (512 KiB each) stay in the second-level cache."""
+BLOCK_TOKENS = 2**17
+"""Tokens of a block of rows: its float64 temporaries (1 MiB each) stay in the cache, and its operations are long enough to share."""
 MAX_EXPONENT = 600.0
 """Largest exponent taken: e^600 summed over a batch still fits float64."""
 
@@ -24,56 +25,62 @@ def row_blocks(mask: Tensor) -> Iterator[slice]:
         yield slice(start, start + num_rows)
 
 
-def masked_double(values: Tensor, mask: Tensor) -> Tensor:
-    """Return [B, T] `values` in float64, zero outside the mask whatever stood there."""
-    return values.masked_fill(~mask, 0.0).double()
-
-
 @dataclass(slots=True)
 class GapSums:
-    """Per-sequence sums over the mask of the gap ℓ = old_logp − rollout_logp; each field is [B] float64."""
+    """Sums of the gap ℓ = old_logp − rollout_logp over the mask: [B] float64 a sequence, floats over the batch."""
 
     num_tokens: Tensor
     old_logp: Tensor
     gap: Tensor
-    gap_abs: Tensor
-    k3: Tensor
+    gap_abs: float = 0.0
+    k3: float = 0.0
     """Σ e^ℓ − ℓ − 1."""
-    gap_min: Tensor
-    gap_max: Tensor
+    gap_min: float = math.inf
+    gap_max: float = -math.inf
 
     @classmethod
     def zeros(cls, num_sequences: int, device: torch.device) -> Self:
-        """Return the sums of nothing, to be filled block by block."""
-        return cls(*torch.zeros(7, num_sequences, dtype=torch.float64, device=device))
+        """Return the sums of nothing."""
+        return cls(*torch.zeros(3, num_sequences, dtype=torch.float64, device=device))
 
-    def fill(self, rows: slice, old_logp: Tensor, gap: Tensor, excess: Tensor, mask: Tensor) -> None:
-        """Set the sums of `rows` from [b, T] float64 tensors that are zero outside the mask; `excess` is e^ℓ − 1."""
+    def add_block(self, rows: slice, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the sequences `rows` of the batch, given as [b, T] tensors.
+
+        Returns:
+            The gap, [b, T] float64 and zero outside the mask; the gap of the unmasked tokens, [N] in row order; and their
+            e^ℓ − 1, [N].
+        """
+        outside = ~mask
+        old_logp = old_logp.masked_fill(outside, 0.0).double()
+        gap = old_logp - rollout_logp.masked_fill(outside, 0.0).double()
         self.num_tokens[rows] = mask.sum(dim=1)
         self.old_logp[rows] = old_logp.sum(dim=1)
         self.gap[rows] = gap.sum(dim=1)
-        self.gap_abs[rows] = gap.abs().sum(dim=1)
-        self.k3[rows] = (excess - gap).sum(dim=1)
-        self.gap_min[rows] = gap.masked_fill(~mask, torch.inf).amin(dim=1)
-        self.gap_max[rows] = gap.masked_fill(~mask, -torch.inf).amax(dim=1)
+        tokens = torch.from_numpy(gap.cpu().numpy()[mask.cpu().numpy()])  # numpy: ten times faster than gap[mask]
+        excess = excess_of(tokens)
+        if len(tokens):
+            self.gap_abs += float(tokens.abs().sum())
+            self.k3 += float((excess - tokens).sum())
+            self.gap_min, self.gap_max = min(self.gap_min, float(tokens.min())), max(self.gap_max, float(tokens.max()))
+        return gap, tokens, excess
 
-    def of_nonempty(self) -> "GapSums":
-        """Return the sums of the sequences that have a token."""
-        nonempty = self.num_tokens > 0
-        return GapSums(*(field[nonempty] for field in astuple(self)))
+    def nonempty(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `num_tokens`, `old_logp` and `gap` of the sequences that have a token."""
+        chosen = self.num_tokens > 0
+        return self.num_tokens[chosen], self.old_logp[chosen], self.gap[chosen]
 
     def metrics(self) -> dict[str, float]:
         """Return the `mismatch/mismatch_*` and `mismatch/logp_*` metrics; none when no sequence has a token."""
-        sums = self.of_nonempty()
-        if not len(sums.num_tokens):
+        num_tokens, old_logp, gap = self.nonempty()
+        if not len(num_tokens):
             return {}
-        num_tokens = sums.num_tokens.sum()
-        log_ppl = -sums.old_logp / sums.num_tokens
-        difference = -sums.gap / sums.num_tokens  # mean rollout_logp − mean old_logp
+        total = num_tokens.sum()
+        log_ppl = -old_logp / num_tokens
+        difference = -gap / num_tokens  # mean rollout_logp − mean old_logp
         rollout_log_ppl = log_ppl - difference
         values = {
-            "mismatch_kl": -sums.gap.sum() / num_tokens,
-            "mismatch_k3_kl": sums.k3.sum() / num_tokens,
+            "mismatch_kl": -gap.sum() / total,
+            "mismatch_k3_kl": self.k3 / total,
             "mismatch_training_ppl": _exp(log_ppl).mean(),
             "mismatch_rollout_ppl": _exp(rollout_log_ppl).mean(),
             "mismatch_ppl_ratio": _exp(difference).mean(),
@@ -83,8 +90,8 @@ class GapSums:
             "mismatch_log_ppl_diff_min": difference.min(),
             "mismatch_training_log_ppl": log_ppl.mean(),
             "mismatch_rollout_log_ppl": rollout_log_ppl.mean(),
-            "logp_max_abs_diff": torch.maximum(-sums.gap_min, sums.gap_max).max(),
-            "logp_mean_abs_diff": sums.gap_abs.sum() / num_tokens,
+            "logp_max_abs_diff": max(-self.gap_min, self.gap_max),
+            "logp_mean_abs_diff": self.gap_abs / total,
         }
         return {f"mismatch/{name}": float(value) for name, value in values.items()}
 
@@ -105,9 +112,7 @@ def mismatch_metrics(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> di
     """
     sums = GapSums.zeros(len(mask), mask.device)
     for rows in row_blocks(mask):
-        old = masked_double(old_logp[rows], mask[rows])
-        gap = old - masked_double(rollout_logp[rows], mask[rows])
-        sums.fill(rows, old, gap, excess_of(gap), mask[rows])
+        sums.add_block(rows, old_logp[rows], rollout_logp[rows], mask[rows])
     return sums.metrics()
 
 
