@@ -18,6 +18,7 @@ from pellucid.algo.policy_loss import POLICY_LOSSES
 from pellucid.config.schema.actor import ActorConfig
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.models import enable_gradient_checkpointing
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, pack, pad, sequences_of, split_micro_batches
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
@@ -253,7 +254,7 @@ def test_gradient_checkpointing_changes_nothing(make_engine, tmp_path):
     for checkpointing in (False, True):
         model = tiny_model("qwen3")
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_gradient_checkpointing(model)
         engine = make_engine(model, CUTS["tokens-packed"], lr=0.0, betas=(0.0, 0.999))
         actor(engine, "token-mean").update(some_batch(engine), step=1)
         gradients.append(gradient(engine, tmp_path / str(checkpointing)))
