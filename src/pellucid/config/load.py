@@ -220,4 +220,6 @@ def _resolve(node: Any, cls: Any, prefix: str, missing: list[str]) -> dict[str, 
 
 def _follows(node: DictConfig, item: dataclasses.Field[Any]) -> bool:
     """Tell whether a field still follows the key that the schema links it to (that key is reported in its place)."""
-    return link_of(item) is not None and node._get_node(item.name)._value() == link_of(item)
+    from omegaconf import OmegaConf
+
+    return link_of(item) is not None and OmegaConf.is_interpolation(node, item.name)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pellucid.config.plan_roles import role_rows
 from pellucid.config.schema import RunConfig
+from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS
 from pellucid.errors import UserError
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -32,6 +34,8 @@ class ModelFacts:
     vocab_size: int
     dtype: str
     """Number format of the weights on disk."""
+    linears: tuple[tuple[str, int, int], ...] = ()
+    """Name, outputs and inputs of each linear layer but the output head."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,14 @@ class Memory:
     activations: int
     logits_chunk: int
     kv_cache: int
+    critic: int = 0
+    """The critic's weights, gradients and AdamW."""
+    reward_model: int = 0
 
     @property
     def total(self) -> int:
         """Peak: generation and update never overlap, so the larger of cache and activations counts."""
-        fixed = self.weights + self.gradients + self.optimizer + self.reference
+        fixed = self.weights + self.gradients + self.optimizer + self.reference + self.critic + self.reward_model
         return fixed + max(self.kv_cache, self.activations + self.logits_chunk)
 
 
@@ -78,6 +85,8 @@ class Plan:
     memory: Memory | None
     """None when the model's files are not at hand."""
     model: ModelFacts | None
+    roles: list[tuple[str, str]]
+    """Lines on what is switched on, from `plan_roles`."""
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and sentence for each line of the printed plan."""
@@ -115,6 +124,7 @@ class Plan:
                 f"{self.max_tokens_per_step:,} tokens",
             ),
             ("ranks", f"{self.num_ranks} process, placement {self.placement}, strategy {self.strategy}"),
+            *self.roles,
         ]
         if self.model is not None:
             rows.append(
@@ -189,6 +199,11 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         strategy=actor.strategy,
         memory=memory,
         model=model,
+        roles=role_rows(
+            config,
+            None if model is None else adapter_size(config, model),
+            None if model is None else model.num_parameters,
+        ),
     )
 
 
@@ -196,7 +211,9 @@ def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int) -> Memory
     """Estimate peak bytes; weights, gradients and AdamW's two moments are float32, the passes the model's dtype."""
     policy, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     width = _WIDTHS[policy.dtype]
-    weights = 4 * model.num_parameters
+    adapter = 4 * adapter_size(config, model)
+    weights = 4 * model.num_parameters + adapter
+    trained = adapter if policy.lora_rank else weights
     # One layer keeps about ten hidden-sized and three MLP-sized tensors per token for its backward pass.
     layer_bytes = width * (10 * model.hidden_size + 3 * model.intermediate_size)
     kept_bytes = width * model.hidden_size * model.num_layers + layer_bytes
@@ -206,20 +223,51 @@ def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int) -> Memory
     needs_reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return Memory(
         weights=weights,
-        gradients=weights,
-        optimizer=2 * weights,
-        reference=weights if needs_reference else 0,
+        gradients=trained,
+        optimizer=2 * trained,
+        # Under LoRA the reference is the actor's own base.
+        reference=weights if needs_reference and not policy.lora_rank else 0,
         activations=micro_tokens * per_token,
         logits_chunk=min(_LOGITS_CHUNK_BYTES, 4 * micro_tokens * model.vocab_size),
         kv_cache=cached_tokens * 2 * model.num_layers * model.num_kv_heads * model.head_dim * width,
+        critic=16 * _size_of(config.critic.model.path, config, model)
+        if config.algorithm.adv_estimator in CRITIC_ESTIMATORS
+        else 0,
+        reward_model=4 * _size_of(config.reward_model.model.path, config, model) if config.reward_model.enable else 0,
     )
 
 
+def adapter_size(config: RunConfig, model: ModelFacts) -> int:
+    """Return the LoRA adapter's number of parameters: rank × (inputs + outputs) of each of its layers."""
+    policy = config.actor_rollout_ref.model
+    targets = policy.target_modules
+    chosen = [
+        outputs + inputs
+        for name, outputs, inputs in model.linears
+        if isinstance(targets, str) or any(f".{name}".endswith(f".{target}") for target in targets)
+    ]
+    return policy.lora_rank * sum(chosen)
+
+
+def _size_of(path: str | None, config: RunConfig, policy: ModelFacts) -> int:
+    """Return a model's number of parameters; 0 when its files are not at hand."""
+    facts = policy if path in (None, config.actor_rollout_ref.model.path) else read_model_facts(path)
+    return facts.num_parameters if facts else 0
+
+
 def _memory_text(memory: Memory) -> str:
-    reference = f" + reference {_size(memory.reference)}" if memory.reference else ""
+    others = "".join(
+        f" + {name} {_size(num_bytes)}"
+        for name, num_bytes in (
+            ("reference", memory.reference),
+            ("critic", memory.critic),
+            ("reward model", memory.reward_model),
+        )
+        if num_bytes
+    )
     return (
         f"about {_size(memory.total)} = weights {_size(memory.weights)} + gradients {_size(memory.gradients)} + "
-        f"AdamW {_size(memory.optimizer)}{reference} + the larger of (activations {_size(memory.activations)} + logits "
+        f"AdamW {_size(memory.optimizer)}{others} + the larger of (activations {_size(memory.activations)} + logits "
         f"chunk {_size(memory.logits_chunk)}) and KV cache {_size(memory.kv_cache)}"
     )
 
@@ -261,9 +309,21 @@ def read_model_facts(path: str) -> ModelFacts | None:
             head_dim=facts.get("head_dim") or hidden // heads,
             vocab_size=facts["vocab_size"],
             dtype=_dtype_of(tensors),
+            linears=_linears(tensors),
         )
     except KeyError:
         return None
+
+
+def _linears(tensors: dict[str, Any]) -> tuple[tuple[str, int, int], ...]:
+    """Return the matrices that are neither an embedding nor the output head."""
+    return tuple(
+        (name.removesuffix(".weight"), *entry["shape"])
+        for name, entry in sorted(tensors.items())
+        if name.endswith(".weight")
+        and len(entry["shape"]) == 2
+        and not any(part in name for part in ("embed", "wte", "wpe", "lm_head", "score"))
+    )
 
 
 def _dtype_of(tensors: dict[str, Any]) -> str:

@@ -1,0 +1,227 @@
+"""Rules on estimators, losses, critic, rewards and adapters; keys that act in some modes only; the plan's lines on them."""
+
+import pytest
+
+from pellucid.config import ModelFacts, RunConfig, build_plan, load_config
+from pellucid.config.convert import flat_hints
+from pellucid.config.validate.effects import EFFECTS, changed_keys
+from pellucid.errors import UserError
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+LOSS = f"{ACTOR}.policy_loss"
+BASE = [
+    "data.train_files=x.jsonl",
+    "data.train_batch_size=8",
+    f"{MODEL}.path=m",
+    f"{ACTOR}.strategy=fsdp2",
+    f"{ACTOR}.ppo_mini_batch_size=4",
+    f"{ACTOR}.use_dynamic_bsz=true",
+    f"{ROLLOUT}.n=4",
+]
+GAE = ["algorithm.adv_estimator=gae"]
+KL_REWARD = ["algorithm.use_kl_in_reward=true"]
+
+
+def load(*overrides):
+    return load_config(None, [*BASE, *overrides])
+
+
+def error_of(*overrides) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(*overrides)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        ([f"{LOSS}.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean"], f"{ACTOR}.loss_agg_mode", ["loss_mode: gspo", "seq-mean-token-mean"]),
+        ([f"{LOSS}.loss_mode=geo-mean", f"{ACTOR}.loss_agg_mode=token-sum"], f"{ACTOR}.loss_agg_mode", ["geo_mean"]),
+        *(
+            ([f"algorithm.adv_estimator={name}", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", [f"{name} compares", "group of 1", "Set it to 2 or more"])
+            for name in ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo")
+        ),
+        (
+            ["algorithm.adv_estimator=remax", f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.n=1"],
+            f"{ROLLOUT}.do_sample",
+            ["greedy response", "every advantage is 0"],
+        ),
+        (
+            ["algorithm.adv_estimator=reinforce_plus_plus", f"{ROLLOUT}.n=1", "algorithm.filter_groups.enable=true"],
+            f"{ROLLOUT}.n",
+            ["filter_groups", "never has one"],
+        ),
+        (["critic.cliprange_value=0.2"], "critic.cliprange_value", ["0.2 has no effect with adv_estimator: grpo", "no critic", "gae"]),
+        (["critic.optim.lr=1e-4"], "critic.optim.lr", ["no critic"]),
+        (["critic.ppo_mini_batch_size=2"], "critic.ppo_mini_batch_size", ["2 has no effect"]),
+        (["critic.model.path=other"], "critic.model.path", ["other has no effect"]),
+        (["trainer.critic_warmup=2"], "trainer.critic_warmup", ["no critic"]),
+        ([*GAE, "trainer.critic_warmup=5", "trainer.total_training_steps=5"], "trainer.critic_warmup", ["never learns"]),
+        ([*GAE, "critic.ppo_mini_batch_size=3"], "critic.ppo_mini_batch_size", ["8 prompts (data.train_batch_size) ÷ 3"]),
+        ([*GAE, "critic.ppo_max_token_len_per_gpu=1000"], "critic.ppo_max_token_len_per_gpu", ["512 prompt + 512 response = 1024"]),
+        ([*GAE, "critic.ppo_micro_batch_size_per_gpu=4"], "critic.ppo_micro_batch_size_per_gpu", ["use_dynamic_bsz is true"]),
+        (
+            [*GAE, "critic.ppo_micro_batch_size_per_gpu=5", "critic.use_dynamic_bsz=false"],
+            "critic.ppo_micro_batch_size_per_gpu",
+            ["4 prompts × 4 samples = 16 samples", "e.g. 4"],
+        ),
+        ([*GAE, "critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio", ["constant"]),
+        (["algorithm.lam=0.9"], "algorithm.lam", ["0.9 has no effect with adv_estimator: grpo", "gae"]),
+        (["algorithm.gamma=0.9"], "algorithm.gamma", ["gae or reinforce_plus_plus"]),
+        (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], "algorithm.gamma", ["adv_estimator: remax"]),
+        (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "algorithm.norm_adv_by_std_in_grpo", ["false has no effect"]),
+        (["algorithm.gdpo_reward_weights={acc: 1.0}"], "algorithm.gdpo_reward_weights", ["gdpo"]),
+        (["algorithm.kl_penalty=k3"], "algorithm.kl_penalty", ["use_kl_in_reward: true"]),
+        (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type", ["use_kl_in_reward: true"]),
+        ([*KL_REWARD, "algorithm.kl_ctrl.target_kl=0.2"], "algorithm.kl_ctrl.target_kl", ["kl_ctrl.type: adaptive"]),
+        ([*KL_REWARD, "algorithm.kl_ctrl.horizon=5"], "algorithm.kl_ctrl.horizon", ["kl_ctrl.type: adaptive"]),
+        (["algorithm.filter_groups.metric=score"], "algorithm.filter_groups.metric", ["filter_groups.enable: true"]),
+        (["algorithm.filter_groups.max_num_gen_batches=3"], "algorithm.filter_groups.max_num_gen_batches", ["no effect"]),
+        ([f"{LOSS}.clip_cov_lb=0.5"], f"{LOSS}.clip_cov_lb", ["with loss_mode: vanilla", "clip_cov"]),
+        ([f"{LOSS}.kl_cov_ratio=0.1"], f"{LOSS}.kl_cov_ratio", ["kl_cov"]),
+        ([f"{LOSS}.tau_pos=2", f"{LOSS}.loss_mode=dro"], f"{LOSS}.tau_pos", ["loss_mode: dro"]),
+        ([f"{LOSS}.dro_beta=2"], f"{LOSS}.dro_beta", ["to dro"]),
+        *(
+            ([f"{LOSS}.loss_mode={loss}", f"{ACTOR}.clip_ratio=0.3"], f"{ACTOR}.clip_ratio", [f"0.3 has no effect with loss_mode: {loss}"])
+            for loss in ("gpg", "dro", "sapo", "kl_cov")
+        ),
+        ([f"{LOSS}.loss_mode=cispo", f"{ACTOR}.clip_ratio_c=2"], f"{ACTOR}.clip_ratio_c", ["vanilla"]),
+        ([f"{MODEL}.lora_alpha=32"], f"{MODEL}.lora_alpha", ["lora_rank is 0"]),
+        ([f"{MODEL}.target_modules=[q_proj]"], f"{MODEL}.target_modules", ["lora_rank is 0"]),
+        ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]"], f"{MODEL}.target_modules", ["nothing would be trained"]),
+        (["reward_model.enable=true"], "reward_model.model.path", ["no model is named"]),
+        (["reward_model.model.path=m"], "reward_model.model.path", ["reward_model.enable: true"]),
+        (["reward_model.micro_batch_size_per_gpu=4"], "reward_model.micro_batch_size_per_gpu", ["no effect"]),
+        (["reward_model.weight=0.5"], "reward_model.weight", ["no effect"]),
+        (["reward_model.enable=true", "reward_model.model.path=m", "reward_model.weight=0"], "reward_model.weight", ["leaves the reward model's score out"]),
+        (
+            ["reward_model.enable=true", "reward_model.model.path=m", "reward_model.forward_max_token_len_per_gpu=1000"],
+            "reward_model.forward_max_token_len_per_gpu",
+            ["= 1024"],
+        ),
+        (["reward_model.forward_max_token_len_per_gpu=3000"], "reward_model.forward_max_token_len_per_gpu", ["no effect"]),
+        (["reward_model.rule_weight=0"], "reward_model.rule_weight", ["every reward is 0"]),
+        (
+            ["reward_model.enable=true", "reward_model.model.path=m", "reward_model.rule_weight=0", "reward_model.custom_reward_function.path=r.py"],
+            "reward_model.custom_reward_function.path",
+            ["rule_weight is 0"],
+        ),
+        (["reward_model.overlong_buffer.len=8"], "reward_model.overlong_buffer.len", ["overlong_buffer.enable: true"]),
+        (["reward_model.overlong_buffer.enable=true"], "reward_model.overlong_buffer.len", ["must be set", "e.g. 128"]),
+        (
+            ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=512"],
+            "reward_model.overlong_buffer.len",
+            ["512 tokens of penalty", "below 512"],
+        ),
+        (["critic=5"], "critic", ["section of keys"]),
+        (["critic.ppo_micro_batch_size=4"], "critic.ppo_micro_batch_size", ["critic:\n  ppo_micro_batch_size_per_gpu: 4"]),
+    ],
+)  # fmt: skip
+def test_a_combination_that_does_not_work_is_refused(overrides, field, words):
+    error = error_of(*overrides)
+    assert error.field == field
+    for word in words:
+        assert word in str(error)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*GAE, f"{ROLLOUT}.n=1", "algorithm.lam=0.95", "algorithm.gamma=0.99", "trainer.critic_warmup=3"],
+        [*GAE, "critic.optim.lr=1e-4", "critic.cliprange_value=0.2", "critic.model.path=other"],
+        [*GAE, "critic.ppo_micro_batch_size_per_gpu=4", "critic.use_dynamic_bsz=false", "critic.ppo_mini_batch_size=2"],
+        ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9", f"{ROLLOUT}.n=1"],
+        ["algorithm.adv_estimator=remax", f"{ROLLOUT}.n=1"],
+        ["algorithm.adv_estimator='my.py:mine'", f"{ROLLOUT}.n=1", "algorithm.lam=0.5", "algorithm.gamma=0.5"],
+        ["algorithm.norm_adv_by_std_in_grpo=false"],
+        ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_weights={acc: 1, format: 0.5}"],
+        [f"{LOSS}.loss_mode=clip-cov", f"{LOSS}.clip_cov_lb=0.5", f"{ACTOR}.clip_ratio=0.3"],
+        [f"{LOSS}.loss_mode='my.py:mine'", f"{LOSS}.dro_beta=0.5", f"{ACTOR}.clip_ratio_c=2"],
+        [*KL_REWARD, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2", "algorithm.kl_penalty=full"],
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3+"],
+        ["algorithm.filter_groups={enable: true, metric: null, max_num_gen_batches: 0}"],
+        ["algorithm.filter_groups=null", "critic=null"],
+        [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=32", f"{MODEL}.target_modules=[q_proj]"],
+        ["reward_model.enable=true", "reward_model.model.path=m", "reward_model.rule_weight=0"],
+        ["reward_model.overlong_buffer={enable: true, len: 511}"],
+        [f"{ROLLOUT}.simulate_mismatch={{dtype: bf16, stale_steps: 2, noise: 0.1}}", f"{ROLLOUT}.calculate_log_probs=false"],
+    ],
+)  # fmt: skip
+def test_combinations_that_work_load_without_a_word(overrides):
+    assert load(*overrides).notices == []
+
+
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean", "geo-mean"])
+def test_sequence_losses_take_their_own_aggregation_unless_one_is_chosen(tmp_path, loss):
+    loaded = load(f"{LOSS}.loss_mode={loss}")
+    assert loaded.config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
+    assert [line for line in loaded.notices if "loss_agg_mode: seq-mean-token-mean" in line and loss in line]
+    again = tmp_path / "again.yaml"
+    again.write_text(loaded.yaml)
+    assert load_config(again, []).config == loaded.config
+    assert load_config(again, []).notices == []
+
+
+def test_the_critic_follows_the_actor():
+    config = load(
+        *GAE, f"{ACTOR}.ppo_epochs=3", f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"
+    ).config
+    critic = config.critic
+    assert (critic.strategy, critic.model.path, critic.ppo_epochs, critic.ppo_mini_batch_size) == ("fsdp2", "m", 3, 4)
+    assert (critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu) == (False, 2)
+    assert (critic.optim.lr, config.actor_rollout_ref.actor.optim.lr) == (1e-5, 1e-6)
+
+
+def test_changed_keys_are_those_that_differ_from_default_or_link():
+    base = set(changed_keys(load().config))
+    changed = changed_keys(load(f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.use_kl_loss=true", "trainer.seed=4").config)
+    assert set(changed) - base == {f"{ACTOR}.clip_ratio", f"{ACTOR}.use_kl_loss", "trainer.seed"}
+    assert changed["trainer.seed"] == 4
+    assert "data.seed" in changed_keys(load("data.seed=4").config)
+    assert "data.seed" not in changed_keys(load("data.seed=4", "trainer.seed=4").config)
+
+
+def test_the_table_of_effects_names_keys_that_exist():
+    for effect in EFFECTS:
+        for key in effect.keys or ("",):
+            assert f"{effect.section}.{key}".rstrip(".") in flat_hints(RunConfig)
+
+
+FACTS = ModelFacts(
+    1000, 8, 16, 2, 2, 4, 50, "float32", (("layers.0.q_proj", 8, 8), ("layers.0.v_proj", 4, 8), ("layers.0.up", 16, 8))
+)
+
+
+def rows(*overrides) -> dict[str, str]:
+    return dict(build_plan(load(*overrides).config, 80, FACTS).rows())
+
+
+def test_the_plan_says_what_is_switched_on():
+    plain = rows()
+    assert plain["algorithm"] == "advantages grpo, loss vanilla, token-mean"
+    assert not {"critic", "LoRA", "reward", "KL", "dynamic sampling", "correction", "simulated mismatch"} & set(plain)
+    ppo = rows(*GAE, "trainer.critic_warmup=3", "critic.ppo_epochs=2")
+    assert ppo["critic"] == (
+        "m, 8 prompts ÷ 4 per mini-batch × 2 epochs = 4 optimizer steps per step; it learns alone for the first 3 steps"
+    )
+    assert "critic 15.6 KiB" in ppo["memory (estimate)"]
+    kl = rows(*KL_REWARD, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_penalty=full")["KL"]
+    assert kl == "0.001 × full in the reward, steered towards a KL of 0.1 over 10,000 samples"
+    assert "acc" in rows("algorithm.filter_groups.enable=true")["dynamic sampling"]
+    lab = rows(f"{ROLLOUT}.simulate_mismatch={{dtype: int8, stale_steps: 2, noise: 0.1}}")["simulated mismatch"]
+    assert "deliberately NOT the trained one: int8 weights, 2 steps behind, noise 0.1" in lab
+    reward = rows("reward_model={enable: true, weight: 0.5, model: {path: m}, overlong_buffer: {enable: true, len: 9}}")
+    assert reward["reward"] == "0.5 × score of m, 1 × rule, penalty growing to 1 over the last 9 tokens"
+
+
+def test_the_plan_counts_an_adapter_and_no_reference_under_lora():
+    lora = [f"{MODEL}.lora_rank=4", f"{ACTOR}.use_kl_loss=true"]
+    plan = build_plan(load(*lora).config, 80, FACTS)
+    adapter = 4 * ((8 + 8) + (4 + 8) + (16 + 8))
+    assert plan.memory is not None
+    assert (plan.memory.weights, plan.memory.reference) == (4 * (1000 + adapter), 0)
+    assert (plan.memory.gradients, plan.memory.optimizer) == (4 * adapter, 8 * adapter)
+    assert f"{adapter:,} trained parameters" in dict(plan.rows())["LoRA"]
+    some = build_plan(load(*lora, f"{MODEL}.target_modules=[q_proj,up]").config, 80, FACTS)
+    assert some.memory is not None
+    assert some.memory.gradients == 4 * 4 * (16 + 24)

@@ -1,0 +1,311 @@
+"""Rollout correction in the config: rules, presets, and verl's block read as the same settings."""
+
+from typing import get_args
+
+import pytest
+import yaml
+
+from pellucid.config import build_plan, load_config
+from pellucid.config.migrate import migrate
+from pellucid.config.presets import PRESETS
+from pellucid.config.schema.algorithm import Preset, RejectionRuleConfig
+from pellucid.errors import UserError
+
+ACTOR, ROLLOUT, A = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
+BASE = [
+    "data.train_files=x.jsonl",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.model.path=m",
+    f"{ACTOR}.strategy=fsdp2",
+    f"{ACTOR}.ppo_mini_batch_size=4",
+    f"{ACTOR}.use_dynamic_bsz=true",
+    f"{ROLLOUT}.n=4",
+]
+ON = [f"{A}.rollout_is=true", f"{A}.rollout_is_threshold=2.0"]
+BYPASS = [f"{A}.bypass_mode=true"]
+GEOMETRIC = f"{A}.rollout_rs=[{{statistic: k1, level: seq_mean, lower: 0.999, upper: 1.001}}]"
+
+
+def load(*overrides):
+    return load_config(None, [*BASE, *overrides])
+
+
+def error_of(*overrides) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(*overrides)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        ([f"{A}.rollout_is_threshold=2", f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs", ["algorithm.rollout_is_threshold compares", "calculate_log_probs: true"]),
+        ([GEOMETRIC, f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs", ["algorithm.rollout_rs"]),
+        ([*BYPASS, f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs", ["algorithm.bypass_mode"]),
+        ([f"{A}.rollout_correction_preset=disabled", f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs", []),
+        ([f"{A}.rollout_is_threshold=0"], f"{A}.rollout_is_threshold", ["> 0"]),
+        ([f"{A}.rollout_is_threshold=-2"], f"{A}.rollout_is_threshold", ["> 0"]),
+        ([*ON, f"{A}.rollout_is_mode=clip", f"{A}.rollout_is_threshold_lower=0"], f"{A}.rollout_is_threshold_lower", ["> 0"]),
+        ([*ON, f"{A}.rollout_is_mode=clip", f"{A}.rollout_is_threshold_lower=3"], f"{A}.rollout_is_threshold_lower", ["3 is above the upper bound 2"]),
+        ([f"{A}.rollout_is_threshold=0.5", f"{A}.rollout_is_mode=clip"], f"{A}.rollout_is_threshold", ["1 ÷ 0.5 = 2 is above it"]),
+        ([*ON, f"{A}.rollout_is_threshold_lower=0.5"], f"{A}.rollout_is_threshold_lower", ["truncate", "clip"]),
+        ([*ON, f"{A}.rollout_is_veto_threshold=0"], f"{A}.rollout_is_veto_threshold", ["> 0"]),
+        ([f"{A}.rollout_is=true"], f"{A}.rollout_is", ["rollout_is_threshold is null"]),
+        ([f"{A}.rollout_is_level=sequence"], f"{A}.rollout_is_level", ["sequence has no effect while algorithm.rollout_is_threshold is null"]),
+        ([f"{A}.rollout_is_veto_threshold=null"], f"{A}.rollout_is_veto_threshold", ["null has no effect"]),
+        ([f"{A}.rollout_is_batch_normalize=true"], f"{A}.rollout_is_batch_normalize", ["true has no effect"]),
+        ([f"{A}.rollout_rs=[{{statistic: k3, level: seq_mean}}]"], f"{A}.rollout_rs[0].upper", ["nothing bounds k3", "rollout_rs_threshold"]),
+        ([f"{A}.rollout_rs=[{{statistic: k3, level: token, lower: 0.1, upper: 1}}]"], f"{A}.rollout_rs[0].lower", ["divergence"]),
+        ([f"{A}.rollout_rs=[{{statistic: k1, level: token, lower: 3, upper: 2}}]"], f"{A}.rollout_rs[0].lower", ["3 is above the upper bound 2"]),
+        ([f"{A}.rollout_rs=[{{statistic: k1, level: token, upper: 0.5}}]"], f"{A}.rollout_rs[0].upper", ["2 = 1 ÷ 0.5"]),
+        ([f"{A}.rollout_rs=[{{statistic: k1, level: token, upper: 0}}]"], f"{A}.rollout_rs[0].upper", ["> 0"]),
+        ([f"{A}.rollout_rs_threshold=2"], f"{A}.rollout_rs_threshold", ["no rule"]),
+        ([GEOMETRIC, f"{A}.rollout_rs_threshold=2"], f"{A}.rollout_rs_threshold", ["no rule", "{statistic: k1, level: token}"]),
+        ([f"{A}.loss_type=reinforce"], f"{A}.loss_type", ["bypass_mode: true"]),
+        ([*BYPASS, f"{A}.loss_type=reinforce", *ON, f"{A}.rollout_is_batch_normalize=true"], f"{A}.rollout_is_batch_normalize", ["per micro-batch"]),
+        ([*BYPASS, f"{A}.use_kl_in_reward=true"], f"{A}.bypass_mode", ["KL penalty in the reward"]),
+        ([*BYPASS, f"{A}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=gspo"], f"{ACTOR}.policy_loss.loss_mode", ["gspo is not used"]),
+        ([*BYPASS, f"{A}.loss_type=reinforce", f"{ACTOR}.clip_ratio=0.3"], f"{ACTOR}.clip_ratio", ["algorithm.loss_type: reinforce"]),
+        ([*BYPASS, *ON], f"{A}.rollout_is", ["count it twice"]),
+        ([*ON, f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p", ["0.9", "biased"]),
+        ([GEOMETRIC, f"{ROLLOUT}.top_k=20"], f"{ROLLOUT}.top_k", ["20"]),
+        ([*BYPASS, f"{ROLLOUT}.top_k=20"], f"{ROLLOUT}.top_k", ["biased"]),
+        ([f"{A}.rollout_is_level=tokens", *ON], f"{A}.rollout_is_level", ["Did you mean 'token'?"]),
+        ([f"{A}.rollout_correction_preset=geo_r"], f"{A}.rollout_correction_preset", ["Did you mean 'geo_rs'?"]),
+        ([f"{A}.rollout_correction.rollout_iss=token"], f"{A}.rollout_correction.rollout_iss", ["Did you mean 'rollout_is'?"]),
+        ([f"{A}.rollout_correction.rollout_is=tokens"], f"{A}.rollout_correction.rollout_is", ["Did you mean 'token'?"]),
+        ([f"{A}.rollout_correction={{rollout_rs: token_k1}}"], f"{A}.rollout_correction.rollout_rs_threshold", ["0 bounds for 1 rules"]),
+        ([f"{A}.rollout_correction={{rollout_rs: seq_max_k4, rollout_rs_threshold: 1}}"], f"{A}.rollout_correction.rollout_rs", ["seq_max_k"]),
+        ([f"{A}.rollout_correction={{rollout_is: token, rollout_is_threshold: high}}"], f"{A}.rollout_correction.rollout_is_threshold", ["'high' is no bound"]),
+        ([f"{A}.rollout_correction=token"], f"{A}.rollout_correction", ["section of keys"]),
+        ([f"{A}.rollout_correction={{rollout_is: token}}", f"{A}.rollout_is_threshold=3"], f"{A}.rollout_is_threshold", ["also set, to another value"]),
+        ([f"{A}.rollout_correction={{rollout_is: '${{nowhere}}'}}"], f"{A}.rollout_correction", ["nowhere"]),
+    ],
+)  # fmt: skip
+def test_a_correction_that_cannot_work_is_refused(overrides, field, words):
+    error = error_of(*overrides)
+    assert error.field == field
+    for word in words:
+        assert word in str(error)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ON,
+        [f"{A}.rollout_is_threshold=2", f"{ROLLOUT}.top_p=0.9"],
+        [*ON, f"{A}.rollout_is_mode=clip", f"{A}.rollout_is_threshold_lower=0.5", f"{A}.rollout_is_level=geometric"],
+        [f"{A}.rollout_rs=[{{statistic: k2, level: seq_max}}]", f"{A}.rollout_rs_threshold=0.5"],
+        [*BYPASS, f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.use_kl_loss=true"],
+        [*BYPASS, f"{A}.loss_type=reinforce", *ON],
+        [f"{A}.rollout_rs=null"],
+    ],
+)
+def test_corrections_that_work_load_without_a_word(overrides):
+    assert load(*overrides).notices == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([f"{A}.rollout_is_threshold=0.9"], "the upper bound 0.9 is not above 1"),
+        ([*ON, f"{A}.rollout_is_mode=clip", f"{A}.rollout_is_threshold_lower=1.5"], "the lower bound 1.5 is not below 1"),
+        ([*ON, f"{A}.rollout_is_veto_threshold=0.9"], "discards sequences for ordinary tokens"),
+        ([f"{A}.rollout_rs=[{{statistic: k1, level: token, lower: 0.1, upper: 0.9}}]"], "rollout_rs[0]: the upper bound 0.9"),
+    ],
+)  # fmt: skip
+def test_bounds_that_are_seldom_meant_are_said(overrides, words):
+    [line] = load(*overrides).notices
+    assert words in line
+
+
+def rule(statistic, level, upper, lower=None):
+    return RejectionRuleConfig(statistic, level, lower, upper)
+
+
+GEO, K3 = rule("k1", "seq_mean", 1.001, 0.999), rule("k3", "seq_mean", 0.01)
+EXPECTED = {
+    "disabled": (2.0, False, "token", "truncate", None, [], False, "ppo_clip"),
+    "token_is": (2.0, True, "token", "truncate", None, [], False, "ppo_clip"),
+    "seq_is": (2.0, True, "sequence", "truncate", None, [], False, "ppo_clip"),
+    "token_icepop": (5.0, True, "token", "clip", 0.5, [], False, "ppo_clip"),
+    "seq_is_rs": (2.0, True, "sequence", "truncate", None, [rule("k1", "seq_sum", 2.0, 0.5)], False, "ppo_clip"),
+    "geo_rs": (None, False, "token", "truncate", None, [GEO], False, "ppo_clip"),
+    "geo_rs_token_tis": (2.0, True, "token", "truncate", None, [GEO], False, "ppo_clip"),
+    "k3_rs": (None, False, "token", "truncate", None, [K3], False, "ppo_clip"),
+    "k3_rs_token_tis": (2.0, True, "token", "truncate", None, [K3], False, "ppo_clip"),
+    "bypass_ppo_clip": (None, False, "token", "truncate", None, [], True, "ppo_clip"),
+    "bypass_ppo_clip_geo_rs": (None, False, "token", "truncate", None, [GEO], True, "ppo_clip"),
+    "bypass_ppo_clip_k3_rs": (None, False, "token", "truncate", None, [K3], True, "ppo_clip"),
+    "bypass_pg_is": (2.0, True, "token", "truncate", None, [], True, "reinforce"),
+    "bypass_pg_geo_rs": (None, False, "token", "truncate", None, [GEO], True, "reinforce"),
+    "bypass_pg_geo_rs_token_tis": (2.0, True, "token", "truncate", None, [GEO], True, "reinforce"),
+}
+
+
+@pytest.mark.parametrize("name", get_args(Preset))
+def test_a_preset_stands_for_its_keys_and_loads_again_from_the_resolved_yaml(tmp_path, name):
+    loaded = load(f"{A}.rollout_correction_preset={name}")
+    a = loaded.config.algorithm
+    assert EXPECTED[name] == (
+        a.rollout_is_threshold,
+        a.rollout_is,
+        a.rollout_is_level,
+        a.rollout_is_mode,
+        a.rollout_is_threshold_lower,
+        a.rollout_rs,
+        a.bypass_mode,
+        a.loss_type,
+    )
+    assert (a.rollout_correction_preset, a.rollout_is_veto_threshold, loaded.notices) == (name, 1e-4, [])
+    again = tmp_path / "again.yaml"
+    again.write_text(loaded.yaml)
+    second = load_config(again, [])
+    assert (second.config, second.yaml, second.notices) == (loaded.config, loaded.yaml, [])
+
+
+def test_the_schema_and_the_table_know_the_same_presets():
+    assert set(PRESETS) == set(get_args(Preset)) == set(EXPECTED)
+
+
+def test_keys_that_are_set_win_over_the_preset_and_are_named(tmp_path):
+    loaded = load(
+        f"{A}.rollout_correction_preset=token_is", f"{A}.rollout_is_threshold=3", f"{A}.rollout_is_level=geometric"
+    )
+    assert (loaded.config.algorithm.rollout_is_threshold, loaded.config.algorithm.rollout_is) == (3.0, True)
+    [line] = loaded.notices
+    assert "token_is" in line and "rollout_is_threshold: 3" in line
+    again = tmp_path / "again.yaml"
+    again.write_text(loaded.yaml)
+    assert load_config(again, []).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([f"{A}.rollout_correction_preset=token_is"], "preset token_is = token level, truncate at 2, veto below 0.0001"),
+        (
+            [f"{A}.rollout_correction_preset=disabled"],
+            "preset disabled = token level, truncate at 2, veto below 0.0001, weights for the metrics only",
+        ),
+        ([f"{A}.rollout_correction_preset=k3_rs"], "preset k3_rs = reject seq_mean k3 above 0.01"),
+        (
+            [f"{A}.rollout_correction_preset=bypass_ppo_clip_geo_rs"],
+            "preset bypass_ppo_clip_geo_rs = bypass: π_old is the rollout policy, loss ppo_clip, "
+            "reject seq_mean ratio outside 0.999–1.001",
+        ),
+        (
+            [*ON, f"{A}.rollout_is_mode=clip", f"{A}.rollout_is_veto_threshold=null", f"{A}.rollout_is_batch_normalize=true"],
+            "token level, zero outside 0.5–2, divided by their batch mean",
+        ),
+    ],
+)  # fmt: skip
+def test_the_plan_says_how_the_gap_is_corrected(overrides, text):
+    assert dict(build_plan(load(*overrides).config, 80, None).rows())["correction"] == text
+
+
+TOKEN = {
+    "rollout_is_threshold": 2.0,
+    "rollout_is": True,
+    "rollout_is_level": "token",
+    "rollout_is_veto_threshold": None,
+}
+VERL = [
+    ("{rollout_is: token, rollout_is_threshold: 2.0}", TOKEN),
+    ("{rollout_is: token}", TOKEN),
+    ("{rollout_is: sequence, rollout_is_threshold: '3'}", TOKEN | {"rollout_is_level": "sequence", "rollout_is_threshold": 3.0}),
+    (
+        "{rollout_is: token, rollout_is_threshold: 0.5_5.0, rollout_is_batch_normalize: true}",
+        TOKEN
+        | {"rollout_is_threshold": 5.0, "rollout_is_mode": "clip", "rollout_is_threshold_lower": 0.5, "rollout_is_batch_normalize": True},
+    ),
+    (
+        "{rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.999_1.001}",
+        {"rollout_rs": [{"statistic": "k1", "level": "seq_mean", "lower": 0.999, "upper": 1.001}]},
+    ),
+    ("{rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.01}", {"rollout_rs": [{"statistic": "k3", "level": "seq_mean", "upper": 0.01}]}),
+    (
+        "{rollout_rs: 'token_k1,seq_max_k2', rollout_rs_threshold: '0.6_1.6,2.5'}",
+        # There the bounds of k1 hold rollout ÷ training: 1/1.6 and 1/0.6 for training ÷ rollout.
+        {
+            "rollout_rs": [
+                {"statistic": "k1", "level": "token", "lower": 0.625, "upper": 1.666667},
+                {"statistic": "k2", "level": "seq_max", "upper": 2.5},
+            ]
+        },
+    ),
+    (
+        "{rollout_rs: 'seq_sum_k1, seq_sum_k3', rollout_rs_threshold: 2.0}",
+        {
+            "rollout_rs": [
+                {"statistic": "k1", "level": "seq_sum", "upper": 2.0},
+                {"statistic": "k3", "level": "seq_sum", "upper": 2.0},
+            ]
+        },
+    ),
+    (
+        "{rollout_is: null, rollout_rs: geometric, rollout_rs_threshold: 1.001, rollout_rs_threshold_lower: 0.999}",
+        {"rollout_rs": [{"statistic": "k1", "level": "seq_mean", "lower": 0.999, "upper": 1.001}]},
+    ),
+    ("{bypass_mode: true, loss_type: ppo_clip}", {"bypass_mode": True}),
+    ("{bypass_mode: true, rollout_is: token}", TOKEN | {"rollout_is": False, "bypass_mode": True}),
+    (
+        "{bypass_mode: true, loss_type: reinforce, rollout_is: token, rollout_is_threshold: 2}",
+        TOKEN | {"bypass_mode": True, "loss_type": "reinforce"},
+    ),
+    ("{rollout_is: token, rollout_token_veto_threshold: 1e-3}", TOKEN | {"rollout_is_veto_threshold": 1e-3}),
+    ("{rollout_is: true, rollout_is_threshold: 2.0}", {"rollout_is_threshold": 2.0, "rollout_is": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "flat"), VERL)
+def test_verls_block_migrates_and_runs_as_the_same_flat_keys(tmp_path, block, flat):
+    old = tmp_path / "old.yaml"
+    old.write_text(f"algorithm: {{rollout_correction: {block}, adv_estimator: grpo}}\n")
+    text, [change] = migrate(old)
+    assert yaml.safe_load(text)["algorithm"] == {"adv_estimator": "grpo"} | flat
+    assert change.startswith("algorithm.rollout_correction: ")
+    old.write_text(text)
+    assert migrate(old) == (text, [])
+    direct = load_config(old, BASE)
+    old.write_text(f"algorithm: {{rollout_correction: {block}}}\n")
+    read = load_config(old, BASE)
+    assert read.config == direct.config
+    [line] = [line for line in read.notices if line.startswith("algorithm.rollout_correction is read as\n")]
+    assert yaml.safe_load(line.partition("\n")[2].rpartition("\n")[0])["algorithm"] == flat
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "null",
+        "{}",
+        "{rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, rollout_rs_threshold: null, bypass_mode: false, "
+        "loss_type: ppo_clip, rollout_is_batch_normalize: false}",
+        "{rollout_is: 'null', rollout_rs: none, rollout_token_veto_threshold: null}",
+    ],
+)
+def test_verls_block_that_is_off_is_dropped(tmp_path, block):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"algorithm: {{rollout_correction: {block}}}\n")
+    loaded = load_config(recipe, BASE)
+    assert loaded.config == load().config
+    assert loaded.notices == ["Old spellings that are off, dropped: algorithm.rollout_correction"]
+
+
+def test_the_block_as_overrides():
+    prefix = f"{A}.rollout_correction"
+    config = load(f"{prefix}.rollout_is=token", f'{prefix}.rollout_is_threshold="0.5_5.0"', f"{prefix}.rollout_rs='seq_max_k2'", f"{prefix}.rollout_rs_threshold=2.5").config  # fmt: skip
+    assert (config.algorithm.rollout_is_threshold_lower, config.algorithm.rollout_is_threshold) == (0.5, 5.0)
+    assert config.algorithm.rollout_rs == [rule("k2", "seq_max", 2.5)]
+
+
+def test_the_removed_truncation_key_is_refused_with_the_yaml_that_takes_its_place():
+    error = error_of(f"{ACTOR}.tis_imp_ratio_cap=2.0")
+    assert "The key was removed" in str(error) and "not in this version" not in str(error)
+    new = yaml.safe_load(error.reason.partition("\n")[2])
+    flat = [f"algorithm.{key}={value}" for key, value in new["algorithm"].items()]
+    config = load(
+        *flat, f"{ROLLOUT}.calculate_log_probs={new['actor_rollout_ref']['rollout']['calculate_log_probs']}"
+    ).config
+    assert config.algorithm.rollout_is and config.algorithm.rollout_is_threshold == 2.0
