@@ -5,7 +5,7 @@ The demo and the result pages call these; held-out accuracy is drawn over minute
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,44 @@ def plot_runs(runs: Mapping[str, Path], path_png: Path) -> None:
     _draw(runs, path_png)
 
 
+def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Path) -> None:
+    """Draw one metric of several variants over steps: the mean over each variant's runs, and a band of its 95% confidence.
+
+    The band is Student's t interval of the mean over runs; with one run there is only the line. A run that stopped early
+    counts as long as it ran.
+    """
+    import numpy as np
+
+    figure, axes = _figure(1)
+    for colour, (label, files) in zip(_COLOURS * len(variants), variants.items()):
+        by_step: dict[int, list[float]] = {}
+        for rows in map(read_metrics, files):
+            for row in rows:
+                if row.get(metric) is not None:
+                    by_step.setdefault(row["step"], []).append(row[metric])
+        steps = sorted(by_step)
+        mean = np.array([np.mean(by_step[step]) for step in steps])
+        half = np.array([_t_interval(by_step[step]) for step in steps])
+        axes[0].plot(steps, mean, color=colour, linewidth=1.6, label=f"{label} {mean[-1]:.3g}")
+        axes[0].fill_between(steps, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0)
+    axes[0].set(title=f"{metric}: mean over runs, 95% confidence", xlabel="step")
+    _finish(figure, axes, path_png)
+
+
+# Two-sided 97.5% quantiles of Student's t with 1, 2, … degrees of freedom.
+_T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def _t_interval(values: list[float]) -> float:
+    """Return half the width of the 95% confidence interval of the mean of `values`."""
+    if len(values) < 2:
+        return 0.0
+    from statistics import stdev
+
+    quantile = _T_QUANTILES[len(values) - 2] if len(values) - 2 < len(_T_QUANTILES) else 1.96
+    return quantile * stdev(values) / len(values) ** 0.5
+
+
 def training_minutes(rows: list[dict[str, Any]]) -> list[float]:
     """Return the minutes of training done at each line: the running sum of `timing_s/step`, validation left out."""
     total_s, minutes = 0.0, []
@@ -36,13 +74,9 @@ def training_minutes(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def _draw(runs: Mapping[str, Path], path_png: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    figure = Figure(figsize=(9.6, 3.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    accuracy, reward = figure.subplots(1, 2)
+    figure, (accuracy, reward) = _figure(2)
     for colour, (label, path) in zip(_COLOURS * len(runs), runs.items()):
         rows = read_metrics(path)
         if not rows:
@@ -55,7 +89,20 @@ def _draw(runs: Mapping[str, Path], path_png: Path) -> None:
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     reward.set(title="Reward", xlabel="step", ylabel="mean reward of a sample")
     reward.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (accuracy, reward):
+    _finish(figure, [accuracy, reward], path_png)
+
+
+def _figure(num_axes: int) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 3.8 if num_axes > 1 else 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, num_axes, squeeze=False)[0]
+
+
+def _finish(figure: Any, all_axes: Sequence[Any], path_png: Path) -> None:
+    for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
