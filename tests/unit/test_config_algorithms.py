@@ -93,7 +93,7 @@ def error_of(*overrides) -> UserError:
         (["reward_model.model.path=m"], "reward_model.model.path", ["reward_model.enable: true"]),
         (["reward_model.micro_batch_size_per_gpu=4"], "reward_model.micro_batch_size_per_gpu", ["no effect"]),
         (["reward_model.weight=0.5"], "reward_model.weight", ["no effect"]),
-        (["reward_model.enable=true", "reward_model.model.path=m", "reward_model.weight=0"], "reward_model.weight", ["leaves the reward model's score out"]),
+        (["reward_model.enable=true", "reward_model.model.path=m", "reward_model.weight=0"], "reward_model.weight", ["model's score out"]),
         (
             ["reward_model.enable=true", "reward_model.model.path=m", "reward_model.forward_max_token_len_per_gpu=1000"],
             "reward_model.forward_max_token_len_per_gpu",

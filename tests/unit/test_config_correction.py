@@ -23,6 +23,8 @@ BASE = [
 ]
 ON = [f"{A}.rollout_is=true", f"{A}.rollout_is_threshold=2.0"]
 BYPASS = [f"{A}.bypass_mode=true"]
+VERLS = f"{A}.rollout_correction"
+NO_LOG_PROBS, LOG_PROBS = f"{ROLLOUT}.calculate_log_probs=false", f"{ROLLOUT}.calculate_log_probs"
 GEOMETRIC = f"{A}.rollout_rs=[{{statistic: k1, level: seq_mean, lower: 0.999, upper: 1.001}}]"
 
 
@@ -39,14 +41,14 @@ def error_of(*overrides) -> UserError:
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        ([f"{A}.rollout_is_threshold=2", f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs", ["algorithm.rollout_is_threshold compares", "calculate_log_probs: true"]),
-        ([GEOMETRIC, f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs", ["algorithm.rollout_rs"]),
-        ([*BYPASS, f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs", ["algorithm.bypass_mode"]),
-        ([f"{A}.rollout_correction_preset=disabled", f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs", []),
+        ([f"{A}.rollout_is_threshold=2", NO_LOG_PROBS], LOG_PROBS, ["algorithm.rollout_is_threshold compares", "calculate_log_probs: true"]),
+        ([GEOMETRIC, NO_LOG_PROBS], LOG_PROBS, ["algorithm.rollout_rs"]),
+        ([*BYPASS, NO_LOG_PROBS], LOG_PROBS, ["algorithm.bypass_mode"]),
+        ([f"{A}.rollout_correction_preset=disabled", NO_LOG_PROBS], LOG_PROBS, []),
         ([f"{A}.rollout_is_threshold=0"], f"{A}.rollout_is_threshold", ["> 0"]),
         ([f"{A}.rollout_is_threshold=-2"], f"{A}.rollout_is_threshold", ["> 0"]),
         ([*ON, f"{A}.rollout_is_mode=clip", f"{A}.rollout_is_threshold_lower=0"], f"{A}.rollout_is_threshold_lower", ["> 0"]),
-        ([*ON, f"{A}.rollout_is_mode=clip", f"{A}.rollout_is_threshold_lower=3"], f"{A}.rollout_is_threshold_lower", ["3 is above the upper bound 2"]),
+        ([*ON, f"{A}.rollout_is_mode=clip", f"{A}.rollout_is_threshold_lower=3"], f"{A}.rollout_is_threshold_lower", ["3 is above"]),
         ([f"{A}.rollout_is_threshold=0.5", f"{A}.rollout_is_mode=clip"], f"{A}.rollout_is_threshold", ["1 ÷ 0.5 = 2 is above it"]),
         ([*ON, f"{A}.rollout_is_threshold_lower=0.5"], f"{A}.rollout_is_threshold_lower", ["truncate", "clip"]),
         ([*ON, f"{A}.rollout_is_veto_threshold=0"], f"{A}.rollout_is_veto_threshold", ["> 0"]),
@@ -72,14 +74,14 @@ def error_of(*overrides) -> UserError:
         ([*BYPASS, f"{ROLLOUT}.top_k=20"], f"{ROLLOUT}.top_k", ["biased"]),
         ([f"{A}.rollout_is_level=tokens", *ON], f"{A}.rollout_is_level", ["Did you mean 'token'?"]),
         ([f"{A}.rollout_correction_preset=geo_r"], f"{A}.rollout_correction_preset", ["Did you mean 'geo_rs'?"]),
-        ([f"{A}.rollout_correction.rollout_iss=token"], f"{A}.rollout_correction.rollout_iss", ["Did you mean 'rollout_is'?"]),
-        ([f"{A}.rollout_correction.rollout_is=tokens"], f"{A}.rollout_correction.rollout_is", ["Did you mean 'token'?"]),
-        ([f"{A}.rollout_correction={{rollout_rs: token_k1}}"], f"{A}.rollout_correction.rollout_rs_threshold", ["0 bounds for 1 rules"]),
-        ([f"{A}.rollout_correction={{rollout_rs: seq_max_k4, rollout_rs_threshold: 1}}"], f"{A}.rollout_correction.rollout_rs", ["seq_max_k"]),
-        ([f"{A}.rollout_correction={{rollout_is: token, rollout_is_threshold: high}}"], f"{A}.rollout_correction.rollout_is_threshold", ["'high' is no bound"]),
-        ([f"{A}.rollout_correction=token"], f"{A}.rollout_correction", ["section of keys"]),
-        ([f"{A}.rollout_correction={{rollout_is: token}}", f"{A}.rollout_is_threshold=3"], f"{A}.rollout_is_threshold", ["also set, to another value"]),
-        ([f"{A}.rollout_correction={{rollout_is: '${{nowhere}}'}}"], f"{A}.rollout_correction", ["nowhere"]),
+        ([f"{VERLS}.rollout_iss=token"], f"{VERLS}.rollout_iss", ["Did you mean 'rollout_is'?"]),
+        ([f"{VERLS}.rollout_is=tokens"], f"{VERLS}.rollout_is", ["Did you mean 'token'?"]),
+        ([f"{VERLS}={{rollout_rs: token_k1}}"], f"{VERLS}.rollout_rs_threshold", ["0 bounds for 1 rules"]),
+        ([f"{VERLS}={{rollout_rs: seq_max_k4, rollout_rs_threshold: 1}}"], f"{VERLS}.rollout_rs", ["seq_max_k"]),
+        ([f"{VERLS}={{rollout_is: token, rollout_is_threshold: high}}"], f"{VERLS}.rollout_is_threshold", ["'high' is no bound"]),
+        ([f"{VERLS}=token"], VERLS, ["section of keys"]),
+        ([f"{VERLS}={{rollout_is: token}}", f"{A}.rollout_is_threshold=3"], f"{A}.rollout_is_threshold", ["also set, to another value"]),
+        ([f"{VERLS}={{rollout_is: '${{nowhere}}'}}"], VERLS, ["nowhere"]),
     ],
 )  # fmt: skip
 def test_a_correction_that_cannot_work_is_refused(overrides, field, words):
@@ -294,8 +296,12 @@ def test_verls_block_that_is_off_is_dropped(tmp_path, block):
 
 
 def test_the_block_as_overrides():
-    prefix = f"{A}.rollout_correction"
-    config = load(f"{prefix}.rollout_is=token", f'{prefix}.rollout_is_threshold="0.5_5.0"', f"{prefix}.rollout_rs='seq_max_k2'", f"{prefix}.rollout_rs_threshold=2.5").config  # fmt: skip
+    config = load(
+        f"{VERLS}.rollout_is=token",
+        f'{VERLS}.rollout_is_threshold="0.5_5.0"',
+        f"{VERLS}.rollout_rs='seq_max_k2'",
+        f"{VERLS}.rollout_rs_threshold=2.5",
+    ).config
     assert (config.algorithm.rollout_is_threshold_lower, config.algorithm.rollout_is_threshold) == (0.5, 5.0)
     assert config.algorithm.rollout_rs == [rule("k2", "seq_max", 2.5)]
 
