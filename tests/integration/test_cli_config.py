@@ -60,9 +60,9 @@ def test_show_annotated_of_a_recipe_has_its_values_and_explanations(recipe):
 
 
 def test_show_keeps_notices_out_of_the_yaml(recipe):
-    result = run("show", recipe, "trainer.critic_warmup=0")
-    assert "critic_warmup" not in result.stdout
-    assert "trainer.critic_warmup" in result.stderr
+    result = run("show", recipe, "trainer.balance_batch=true")
+    assert "balance_batch" not in result.stdout
+    assert "trainer.balance_batch" in result.stderr
 
 
 def test_check_prints_the_plan(recipe):
