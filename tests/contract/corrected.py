@@ -1,0 +1,94 @@
+"""A small off-policy batch with rollout log-probs, and actors of every loss over it: for the tests of corrected updates."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tiny import CPU, VOCABULARY, tiny_model
+from transformers import PreTrainedModel
+
+from pellucid.algo.policy_loss import POLICY_LOSSES
+from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES, ActorConfig, PolicyLossConfig
+from pellucid.roles.actor import Actor, ActorSettings
+from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
+from pellucid.training.common.packing import sequences_of
+from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.types import Batch, Prompt, RewardFailure, Rollout
+
+TEMPERATURE = 0.8
+WHOLE = MicroBatching(None, None)
+CUTS = {
+    "whole": WHOLE,
+    "padded": MicroBatching(None, None, packed=False),
+    "one-by-one": MicroBatching(None, 1),
+    "tokens": MicroBatching(30, None),
+}
+# Group and response length of each sample; the prompts have 5, 3 and 8 tokens.
+_SAMPLES = [(0, 6), (2, 4), (0, 1), (1, 9), (2, 7), (0, 3)]
+FAILED = 4
+
+
+def engine_of(model: PreTrainedModel, cut: MicroBatching = WHOLE, *, lr: float = 1e-3) -> Fsdp2Engine:
+    """A training engine whose AdamW (β₁ = 0) keeps the last gradient as its first moment, unclipped."""
+    optimizer = ScheduledAdamW(dict(model.named_parameters()), Schedule(lr, 0, 100), 0.01, (0.0, 0.999), 1e9)
+    return Fsdp2Engine(model, optimizer, cut, device=CPU, dtype=torch.float32)
+
+
+def tiny_engine(cut: MicroBatching = WHOLE, *, lr: float = 1e-3, scale: float = 0.1) -> Fsdp2Engine:
+    return engine_of(tiny_model("llama", scale=scale), cut, lr=lr)
+
+
+def gradient(engine: Fsdp2Engine, folder: Path) -> torch.Tensor:
+    """The last gradient as one vector."""
+    folder.mkdir(exist_ok=True)
+    engine.save(folder, ["optimizer"])
+    state = load_file(folder / "optimizer.safetensors")
+    return torch.cat([state[name].flatten() for name in sorted(state) if name.endswith(".exp_avg")])
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value.double() - expected.double()).norm() / expected.double().norm())
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def some_batch(engine: Fsdp2Engine, *, gap: float = 0.3, spread: float = 0.3) -> Batch:
+    """Three groups, one failed sample, advantages; π_old is `spread` away from the engine's policy, π_rollout `gap` from π_old."""
+    prompts = {group: Prompt(f"p{group}", tokens(length, 100 + group), "", "t") for group, length in enumerate((5, 3, 8))}
+    rollouts = [
+        Rollout(prompts[group], row, tokens(length, row), [0.0] * length, [0] * length, "stop", reward=0.0)
+        for row, (group, length) in enumerate(_SAMPLES)
+    ]
+    rollouts[FAILED].failure = RewardFailure("timeout", "")
+    batch = Batch.from_rollouts(rollouts)
+    logp = engine.forward(sequences_of(rollouts), LogProbHead(TEMPERATURE)).logp
+    assert logp is not None
+    generator = torch.Generator().manual_seed(5)
+    noise = [torch.randn(logp.shape, generator=generator) for _ in range(4)]
+    batch.old_logp = (logp + spread * noise[0]) * batch.mask
+    batch.rollout_logp = (batch.old_logp + gap * noise[1]) * batch.mask
+    batch.ref_logp = (logp + 0.3 * noise[2]) * batch.mask
+    batch.advantages = noise[3] * batch.mask
+    return batch
+
+
+def config_of(loss: str, **options) -> ActorConfig:
+    """The actor section for a loss, with selections large enough for a few dozen tokens."""
+    mode = "seq-mean-token-mean" if loss in SEQUENCE_MEAN_LOSSES else options.pop("mode", "token-mean")
+    options.pop("mode", None)
+    policy_loss = PolicyLossConfig(loss_mode=loss, clip_cov_ratio=0.2, clip_cov_lb=0.02, kl_cov_ratio=0.2)  # pyright: ignore[reportArgumentType]
+    return ActorConfig(strategy="fsdp2", ppo_mini_batch_size=8, loss_agg_mode=mode, policy_loss=policy_loss, **options)
+
+
+def actor_of(engine: Fsdp2Engine, loss: str, *, bypass=None, exact_kl_to=None, **options) -> Actor:
+    settings = ActorSettings(
+        POLICY_LOSSES[loss], temperature=TEMPERATURE, max_response_length=12, seed=0, bypass=bypass, exact_kl_to=exact_kl_to
+    )
+    return Actor(engine, config_of(loss, **options), settings)
+
+
+def weights_of(engine: Fsdp2Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
