@@ -104,9 +104,9 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: Corr
         "When Speed Kills Stability: Demystifying RL Collapse from the Inference-Training Mismatch" (Liu, Li et al., 2025).
     """
     by_token = settings.level == "token"
-    weights = None if settings.threshold is None else torch.empty(mask.shape, device=mask.device)
+    weights = None if settings.threshold is None else torch.zeros(mask.shape, device=mask.device)
     kept = torch.empty_like(mask) if settings.rejection else mask
-    gaps, ratios = GapSums.zeros(len(mask), mask.device), RatioSums(settings.log_bounds)
+    gaps, ratios = GapSums(len(mask), mask.device), RatioSums(settings.log_bounds)
     num_catastrophic = torch.zeros_like(gaps.num_tokens)
     token_gaps, num_seen = np.empty(int(torch.count_nonzero(mask)) if by_token else 0, dtype=np.float32), 0
     for rows in row_blocks(mask):
@@ -115,17 +115,18 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: Corr
         if gaps.gap_min < settings.log_veto:  # rare: blocks before the first such token have none
             num_catastrophic[rows] = ((gap < settings.log_veto) & inside).sum(dim=1).double()
         if by_token:
-            ratios.add(excess)
+            ratio = ratios.add(excess)
             token_gaps[num_seen : num_seen + len(tokens)] = tokens.numpy()
             num_seen += len(tokens)
-        if weights is not None:
-            weights[rows] = correction_weights(gap, inside, settings)
+            if weights is not None:
+                weights[rows].masked_scatter_(inside, _bound(ratio, tokens, settings).to(weights))
         if settings.rejection:
             kept[rows] = rejection_mask(gap, inside, settings.rejection)
-    if weights is not None and settings.rejection:
-        weights.masked_fill_(~kept, 0.0)
-    if weights is not None and settings.batch_normalize:
-        _normalize(weights, kept, settings.level)
+    if weights is not None:
+        if not by_token:
+            log_ratio = _of_level(gaps.gap, gaps.num_tokens, settings.level)
+            weights.copy_(_bound(clamped_exp(log_ratio), log_ratio, settings)[:, None])
+        _finish_weights(weights, kept, num_catastrophic > 0, settings)
     metrics = gaps.metrics()
     if metrics:
         values = _token_metrics(gaps, ratios, token_gaps) if by_token else _sequence_metrics(gaps, ratios, settings.level)
@@ -156,11 +157,7 @@ def correction_weights(log_ratio: Tensor, mask: Tensor, settings: CorrectionSett
     if settings.level != "token":
         total = log_ratio.masked_fill(~mask, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
         level_ratio = _of_level(total, mask.sum(dim=1, keepdim=True), settings.level)
-    weights = clamped_exp(level_ratio)
-    if settings.mode == "truncate":
-        weights = weights.clamp(max=settings.threshold)
-    else:
-        weights = weights.masked_fill(~_within(level_ratio, settings.log_bounds), 0.0)
+    weights = _bound(clamped_exp(level_ratio), level_ratio, settings)
     if settings.veto_threshold is not None:
         vetoed = ((log_ratio < settings.log_veto) & mask).any(dim=1, keepdim=True)
         weights = weights.masked_fill(vetoed, 0.0)
@@ -210,6 +207,13 @@ def _within(log_ratio: Tensor, log_bounds: tuple[float, float]) -> Tensor:
     return (log_ratio >= log_bounds[0]) & (log_ratio <= log_bounds[1])
 
 
+def _bound(ratio: Tensor, log_ratio: Tensor, settings: CorrectionSettings) -> Tensor:
+    """Return the weights that the mode makes of the ratio: capped (truncate), or 0 outside the bounds (clip)."""
+    if settings.mode == "truncate":
+        return ratio.clamp(max=settings.threshold)
+    return ratio.masked_fill(~_within(log_ratio, settings.log_bounds), 0.0)
+
+
 def _of_level(total: Tensor, num_tokens: Tensor, level: Level) -> Tensor:
     """Return the log-ratio of a sequence from Σ ℓ and its number of tokens."""
     if level == "sequence":
@@ -240,13 +244,20 @@ def _keeps(gap: Tensor, mask: Tensor, rule: RejectionRule) -> Tensor:
     raise ValueError(f"unknown rejection level '{rule.level}'")
 
 
-def _normalize(weights: Tensor, kept: Tensor, level: Level) -> None:
-    """Divide in place by the mean weight: over tokens (level token) or over sequences; a mean of 0 changes nothing."""
-    totals, num_tokens = weights.sum(dim=1).double(), kept.sum(dim=1)
-    if level != "token":
-        totals, num_tokens = totals / num_tokens.clamp(min=1), (num_tokens > 0).long()
-    mean = totals.sum() / num_tokens.sum().clamp(min=1)
-    weights.div_(torch.where(mean > 0, mean, 1.0))
+def _finish_weights(weights: Tensor, kept: Tensor, vetoed: Tensor, settings: CorrectionSettings) -> None:
+    """Apply the veto [B], the mask after rejection and the batch normalisation in place.
+
+    The mean that normalises is over tokens (level token) or over sequences, of what is left; a mean of 0 changes nothing.
+    """
+    weights[vetoed] = 0.0
+    if settings.level != "token" or settings.rejection:
+        weights.masked_fill_(~kept, 0.0)
+    if settings.batch_normalize:
+        totals, num_tokens = weights.sum(dim=1).double(), kept.sum(dim=1)
+        if settings.level != "token":
+            totals, num_tokens = totals / num_tokens.clamp(min=1), num_tokens > 0
+        mean = totals.sum() / num_tokens.sum().clamp(min=1)
+        weights.div_(torch.where(mean > 0, mean, 1.0))
 
 
 def _token_metrics(gaps: GapSums, ratios: RatioSums, token_gaps: np.ndarray) -> dict[str, float | Tensor]:

@@ -33,17 +33,18 @@ class RatioSums:
     bounded_square: float = 0.0
     """Σ (r' − 1)²."""
 
-    def add(self, excess: Tensor, num_tokens: Tensor | None = None) -> None:
-        """Add [N] float64 values of r − 1, each counted once or `num_tokens` [N] times; overwrites `excess`."""
+    def add(self, excess: Tensor, num_tokens: Tensor | None = None) -> Tensor:
+        """Add [N] float64 values of e^ℓ − 1, each counted once or `num_tokens` [N] times; return r, [N]."""
 
         def total(values: Tensor) -> float:
             return float(values.sum() if num_tokens is None else values @ num_tokens)
 
-        excess.clamp_(math.expm1(-MAX_LOG_RATIO), math.expm1(MAX_LOG_RATIO))
+        excess = excess.clamp(math.expm1(-MAX_LOG_RATIO), math.expm1(MAX_LOG_RATIO))
+        bounded = excess.clamp(*map(math.expm1, self.log_bounds))
         self.excess += total(excess)
-        excess.clamp_(*map(math.expm1, self.log_bounds))
-        self.bounded += total(excess)
-        self.bounded_square += total(excess.square_())
+        self.bounded += total(bounded)
+        self.bounded_square += total(bounded.square_())
+        return excess.add_(1.0)
 
     def metrics(self, num_tokens: float) -> dict[str, float]:
         """Return the means over `num_tokens` tokens: mean, std, eff_sample_size."""
