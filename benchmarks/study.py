@@ -8,6 +8,7 @@ one thread; a run that finished before is not repeated, one that was interrupted
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +66,7 @@ def main() -> None:
     study = yaml.safe_load(options.study.read_text())
     out = (options.out or ROOT / "outputs" / "studies" / options.study.stem).resolve()
     variants = {name: own for name, own in study["variants"].items() if options.variants is None or name in options.variants}
-    folders = {name: [out / f"{name.replace(' ', '_')}-{seed}" for seed in options.seeds] for name in variants}
+    folders = {name: [out / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}-{seed}" for seed in options.seeds] for name in variants}
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = [pool.submit(train, study["recipe"], [*study["common"], *own], seed, folder)
                 for index, seed in enumerate(options.seeds) for name, own in variants.items() for folder in [folders[name][index]]]
