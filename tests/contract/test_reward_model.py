@@ -58,7 +58,7 @@ def rollouts() -> list[Rollout]:
     for text, answers in (("12+34=", ["46", "4", "45678"]), ("9-10=", ["-1", "1"]), ("1+1=", ["2"])):
         prompt = Prompt(text, policy(text).input_ids, text, "t", messages=[{"role": "user", "content": text}])
         for sample, answer in enumerate(answers):
-            ids = policy(answer).input_ids + [EOS]
+            ids = [*policy(answer).input_ids, EOS]
             made.append(Rollout(prompt, sample, ids, [0.0] * len(ids), [0] * len(ids), "stop", text=answer))
     return made
 
