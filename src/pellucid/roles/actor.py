@@ -213,7 +213,7 @@ class Actor:
     ) -> dict[str, float]:
         """Return the mini-batch's metrics, computed over all of it at once so that micro-batching cannot change them."""
         width = weights.shape[1]
-        scores = TokenScores(**{name: tensor.cpu() for name, tensor in result.scores.items()})
+        scores = result.scores.map(torch.Tensor.cpu)
         terms = self._token_losses(batch, list(range(len(batch))), width, scores, selected)
         metrics = {name: float(value if value.dim() == 0 else (value * weights).sum()) for name, value in terms.items()}
         assert scores.entropy is not None

@@ -176,7 +176,7 @@ class Fsdp2Engine:
 
 def _scatter(scores: TokenScores, inputs: ModelInput, num_rows: int, width: int) -> TokenScores:
     """[M] results → right-padded [num_rows, width], keeping the gradient."""
-    return TokenScores(**{name: inputs.scatter(values, num_rows, width) for name, values in scores.items()})
+    return scores.map(lambda values: inputs.scatter(values, num_rows, width))
 
 
 class _Results:

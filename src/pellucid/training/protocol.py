@@ -4,7 +4,7 @@ A role hands over sequences, a *head* that says what is computed per response to
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +45,10 @@ class TokenScores:
         for name in ("logp", "entropy", "kl", "values"):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenScores":
+        """Return the same with `function` applied to every tensor."""
+        return replace(self, **{name: function(tensor) for name, tensor in self.items()})
 
 
 class TokenHead(Protocol):
