@@ -132,12 +132,24 @@ def test_presets(work, preset):
     assert (names >= REJECTION) == ("rollout_rs" in keys)
     assert (names >= SEQUENCE) == (keys.get("rollout_is_level") == "sequence")
     bypass = keys.get("bypass_mode", False)
-    assert ("timing_s/actor_compute_log_prob" in row) == (not bypass and bool(keys.get("rollout_is") or keys.get("rollout_rs")))
     weights = [record["correction_weights"] for record in dump(work.run_dir, 1)]
-    assert (None in weights) == (bypass or not keys.get("rollout_is"))
+    applied = keys.get("rollout_is") or keys.get("rollout_rs")
+    assert ("timing_s/actor_compute_log_prob" in row) == bool(applied and not bypass)
+    assert (None in weights) == bool(bypass or not applied)
+    if applied and not bypass and not keys.get("rollout_is"):
+        kept = [weight for tokens in weights for weight in tokens]
+        assert set(kept) <= {0.0, 1.0} and 1 - sum(kept) / len(kept) == pytest.approx(row["mismatch/rollout_rs_masked_fraction"])
     written = load_config(work.run_dir / "config.yaml", []).config.algorithm
     assert written.rollout_is_threshold == keys.get("rollout_is_threshold") and written.bypass_mode == bypass
     assert len(written.rollout_rs) == len(keys.get("rollout_rs", []))
+
+
+def test_bypass_mode_reports_no_gap_while_the_policy_rests(work):
+    """Without an update there are no log-probs of the training policy: those of the rollout policy do not stand in for them."""
+    work.train(*TWO_STEPS, f"{NOISE}=0.2", "algorithm.bypass_mode=true", "algorithm.adv_estimator=gae", "trainer.critic_warmup=1")
+    first, second = checked_metrics(work.run_dir)
+    assert mismatch_names(first) == set() and {record["training_logprobs"] for record in dump(work.run_dir, 1)} == {None}
+    assert mismatch_names(second) == MEASURED and second["mismatch/mismatch_k3_kl"] > 1e-3
 
 
 def test_rejection_leaves_samples_out_of_the_update(work):

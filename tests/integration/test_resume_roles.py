@@ -26,11 +26,13 @@ CASES = {
         "actor_rollout_ref.rollout.simulate_mismatch.stale_steps=2", "actor_rollout_ref.actor.optim.lr=0.001",
         "algorithm.rollout_correction_preset=token_is",
     ),
+    "dynamic-sampling": ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=0", "algorithm.adv_estimator=rloo"),
 }  # fmt: skip
 FILES = {
     "critic": {"critic/model.safetensors", "critic/optimizer.safetensors"},
     "lora": set(),
     "stale": {"stale_rollout_weights.safetensors"},
+    "dynamic-sampling": set(),
 }
 
 

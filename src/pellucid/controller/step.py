@@ -48,7 +48,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         metrics |= gap or policy_gap_metrics(run, batch)
         warn_of_mismatch(run, metrics)
         if run.config.trainer.dump_rollouts:
-            annotate_rollouts(batch)
+            annotate_rollouts(run, batch)
             write_rollouts(run.run_dir.rollouts(step), rollouts, step, pieces=run.token_pieces)
     return metrics | {"training/global_step": step, "training/epoch": epoch}
 

@@ -30,7 +30,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 def policy_gap_metrics(run: Run, batch: Batch) -> dict[str, float]:
     """Return how far the rollout policy is from the training policy, where the correction did not measure it already."""
-    training_logp = batch.old_logp if batch.training_logp is None else batch.training_logp
+    training_logp = _training_log_probs(run, batch)
     if training_logp is None or not run.config.actor_rollout_ref.rollout.calculate_log_probs:
         return {}
     mask = batch.mask & training_logp.isfinite()
@@ -47,15 +47,23 @@ def warn_of_mismatch(run: Run, metrics: dict[str, float]) -> None:
             notice(message)
 
 
-def annotate_rollouts(batch: Batch) -> None:
-    """Put the training policy's log-probs and the applied correction weights into the rollouts, for the dump."""
-    training_logp = batch.old_logp if batch.training_logp is None else batch.training_logp
+def annotate_rollouts(run: Run, batch: Batch) -> None:
+    """Put the training policy's log-probs and the applied weights into the rollouts, for the dump."""
+    training_logp = _training_log_probs(run, batch)
+    weights = batch.correction_weights
+    if weights is None and run.corrects:
+        weights = batch.mask.float()  # rejection alone: a token counts or it does not
     for row, rollout in enumerate(batch.rollouts):
         length = len(rollout.token_ids)
         if rollout.failure is None and training_logp is not None and bool(training_logp[row, :length].isfinite().all()):
             rollout.training_logprobs = training_logp[row, :length].tolist()
-        if batch.correction_weights is not None:
-            rollout.correction_weights = batch.correction_weights[row, :length].tolist()
+        if weights is not None:
+            rollout.correction_weights = weights[row, :length].tolist()
+
+
+def _training_log_probs(run: Run, batch: Batch) -> torch.Tensor | None:
+    """Return the [B, T] log-probs of the policy before the update; in bypass mode `old_logp` is the rollout policy's."""
+    return batch.training_logp if run.config.algorithm.bypass_mode else batch.old_logp
 
 
 def staleness_metrics(run: Run, batch: Batch) -> dict[str, float]:
