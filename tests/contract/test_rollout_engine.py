@@ -16,6 +16,7 @@ from tiny import ARCHITECTURES, CPU, EOS, VOCABULARY, plain_copy, tiny_model
 from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.protocol import RolloutEngine, SamplingParams
+from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import sequences_of
@@ -103,7 +104,7 @@ def test_log_probs_are_the_training_engines(make_engine, architecture, temperatu
     actor = trainer(architecture)
     params = SamplingParams(n=4, max_tokens=20, temperature=temperature)
     rollouts = make_engine(actor, max_num_seqs=7).generate(some_prompts(), params, stream=STREAM)
-    scores = actor.compute_log_probs(sequences_of(rollouts), temperature=temperature)
+    scores = actor.forward(sequences_of(rollouts), LogProbHead(temperature))
     for row, rollout in enumerate(rollouts):
         assert rollout.logprobs == pytest.approx(scores.logp[row, : len(rollout.token_ids)].tolist(), abs=1e-4)
 
@@ -112,7 +113,7 @@ def test_narrowed_sampling_records_the_full_distribution(make_engine):
     actor = trainer()
     params = SamplingParams(n=4, max_tokens=20, top_k=3, top_p=0.8)
     rollouts = make_engine(actor).generate(some_prompts(), params, stream=STREAM)
-    scores = actor.compute_log_probs(sequences_of(rollouts), temperature=1.0)
+    scores = actor.forward(sequences_of(rollouts), LogProbHead(1.0))
     for row, rollout in enumerate(rollouts):
         assert rollout.logprobs == pytest.approx(scores.logp[row, : len(rollout.token_ids)].tolist(), abs=1e-4)
 
@@ -160,9 +161,8 @@ def test_the_model_trains_on_after_sampling(make_engine):
         updates.append(
             actor.train_mini_batch(
                 sequences_of(plain_rollouts()),
-                lambda rows, logp, entropy: -logp.sum(),
-                temperature=1.0,
-                with_entropy=True,
+                LogProbHead(1.0, with_entropy=True),
+                lambda rows, scores: -scores.logp.sum(),
             )
         )
     assert torch.equal(updates[0].scores.logp, updates[1].scores.logp)
@@ -176,7 +176,7 @@ def plain_rollouts() -> list[Rollout]:
 def test_bf16_records_what_it_sampled(make_engine):
     actor = trainer(dtype=torch.bfloat16)
     rollouts = make_engine(actor).generate(some_prompts(), SAMPLED, stream=STREAM)
-    scores = actor.compute_log_probs(sequences_of(rollouts), temperature=0.9)
+    scores = actor.forward(sequences_of(rollouts), LogProbHead(0.9))
     gaps = [abs(a - float(scores.logp[row, t])) for row, r in enumerate(rollouts) for t, a in enumerate(r.logprobs)]
     assert sum(gaps) / len(gaps) < 0.03
 
@@ -234,7 +234,7 @@ def test_long_responses_outgrow_the_first_cache(make_engine):
     actor = trainer()
     params = SamplingParams(n=3, max_tokens=150, ignore_eos=True)
     rollouts = make_engine(actor).generate(some_prompts(2), params, stream=STREAM)
-    scores = actor.compute_log_probs(sequences_of(rollouts), temperature=1.0)
+    scores = actor.forward(sequences_of(rollouts), LogProbHead(1.0))
     for row, rollout in enumerate(rollouts):
         assert rollout.logprobs == pytest.approx(scores.logp[row].tolist(), abs=1e-4)
 
