@@ -51,6 +51,7 @@ def error_of(*overrides) -> UserError:
             f"{ROLLOUT}.n",
             ["filter_groups", "never has one"],
         ),
+        (["algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward", ["gdpo", "would be lost"]),
         (["critic.cliprange_value=0.2"], "critic.cliprange_value", ["0.2 has no effect with adv_estimator: grpo", "no critic", "gae"]),
         (["critic.optim.lr=1e-4"], "critic.optim.lr", ["no critic"]),
         (["critic.ppo_mini_batch_size=2"], "critic.ppo_mini_batch_size", ["2 has no effect"]),

@@ -68,8 +68,8 @@ class FilterGroupsConfig:
     enable: bool = False
     """Drop groups whose `metric` has no spread and draw prompts until the batch is full."""
     metric: Annotated[Literal["acc", "score", "seq_reward", "seq_final_reward"], Alias(None, "acc")] = "acc"
-    """What must differ within a group: whether the verifier says correct, its score, the sequence's reward before or
-    after the KL penalty."""
+    """What must differ within a group: acc, whether the verifier says correct; score = seq_reward, its score;
+    seq_final_reward, with the reward model and the length penalty."""
     max_num_gen_batches: Annotated[int, Range(ge=0)] = 10
     """Generations per step before the run stops with an error; 0 never stops."""
 

@@ -40,6 +40,12 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             f"clip_ratio_high ({actor.clip_ratio_high:g}) are both set.",
             "Remove it, or set those to null.",
         )
+    if config.algorithm.adv_estimator == "gdpo" and config.algorithm.use_kl_in_reward:
+        yield UserError(
+            "algorithm.use_kl_in_reward",
+            "gdpo normalises the named components of the reward, and the KL penalty is none of them: it would be lost.",
+            f"Set {ACTOR}.use_kl_loss: true instead.",
+        )
     model = config.actor_rollout_ref.model
     if model.lora_rank and model.target_modules == []:
         yield UserError(
