@@ -104,10 +104,11 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: Corr
         "When Speed Kills Stability: Demystifying RL Collapse from the Inference-Training Mismatch" (Liu, Li et al., 2025).
     """
     by_token = settings.level == "token"
-    weights = None if settings.threshold is None else torch.zeros(mask.shape, device=mask.device)
+    weights = torch.zeros(mask.shape, device=mask.device) if by_token and settings.threshold is not None else None
     kept = torch.empty_like(mask) if settings.rejection else mask
     gaps, ratios = GapSums(len(mask), mask.device), RatioSums(settings.log_bounds)
     num_catastrophic = torch.zeros_like(gaps.num_tokens)
+    num_kept = torch.zeros_like(gaps.num_tokens) if settings.rejection else gaps.num_tokens
     token_gaps, num_seen = np.empty(int(torch.count_nonzero(mask)) if by_token else 0, dtype=np.float32), 0
     for rows in row_blocks(mask):
         inside = mask[rows]
@@ -122,11 +123,12 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: Corr
                 weights[rows].masked_scatter_(inside, _bound(ratio, tokens, settings).to(weights))
         if settings.rejection:
             kept[rows] = rejection_mask(gap, inside, settings.rejection)
+            num_kept[rows] = kept[rows].sum(dim=1).double()
+    if not by_token and settings.threshold is not None:
+        log_ratio = _of_level(gaps.gap, gaps.num_tokens, settings.level)
+        weights = torch.where(kept, _bound(clamped_exp(log_ratio), log_ratio, settings).float()[:, None], 0.0)
     if weights is not None:
-        if not by_token:
-            log_ratio = _of_level(gaps.gap, gaps.num_tokens, settings.level)
-            weights.copy_(_bound(clamped_exp(log_ratio), log_ratio, settings)[:, None])
-        _finish_weights(weights, kept, num_catastrophic > 0, settings)
+        _finish_weights(weights, kept, num_kept, num_catastrophic > 0, settings)
     metrics = gaps.metrics()
     if metrics:
         values = _token_metrics(gaps, ratios, token_gaps) if by_token else _sequence_metrics(gaps, ratios, settings.level)
@@ -136,7 +138,7 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: Corr
         values["catastrophic_token_fraction"] = num_catastrophic.sum() / gaps.num_tokens.sum()
         metrics |= {f"mismatch/rollout_is_{name}": float(value) for name, value in values.items()}
     if metrics and settings.rejection:
-        metrics |= _rejection_metrics(gaps.num_tokens, kept)
+        metrics |= _rejection_metrics(gaps.num_tokens, num_kept)
     return Correction(weights, kept, metrics)
 
 
@@ -244,19 +246,21 @@ def _keeps(gap: Tensor, mask: Tensor, rule: RejectionRule) -> Tensor:
     raise ValueError(f"unknown rejection level '{rule.level}'")
 
 
-def _finish_weights(weights: Tensor, kept: Tensor, vetoed: Tensor, settings: CorrectionSettings) -> None:
-    """Apply the veto [B], the mask after rejection and the batch normalisation in place.
+def _finish_weights(
+    weights: Tensor, kept: Tensor, num_kept: Tensor, vetoed: Tensor, settings: CorrectionSettings
+) -> None:
+    """Apply the veto [B], the mask after rejection (`num_kept` [B] tokens) and the batch normalisation in place.
 
     The mean that normalises is over tokens (level token) or over sequences, of what is left; a mean of 0 changes nothing.
     """
     weights[vetoed] = 0.0
-    if settings.level != "token" or settings.rejection:
+    if settings.rejection:
         weights.masked_fill_(~kept, 0.0)
     if settings.batch_normalize:
-        totals, num_tokens = weights.sum(dim=1).double(), kept.sum(dim=1)
+        totals, counts = weights.sum(dim=1).double(), num_kept
         if settings.level != "token":
-            totals, num_tokens = totals / num_tokens.clamp(min=1), num_tokens > 0
-        mean = totals.sum() / num_tokens.sum().clamp(min=1)
+            totals, counts = totals / num_kept.clamp(min=1), num_kept > 0
+        mean = totals.sum() / counts.sum().clamp(min=1)
         weights.div_(torch.where(mean > 0, mean, 1.0))
 
 
@@ -300,8 +304,8 @@ def _sequence_metrics(gaps: GapSums, ratios: RatioSums, level: Level) -> dict[st
     }
 
 
-def _rejection_metrics(num_tokens: Tensor, kept: Tensor) -> dict[str, float]:
-    rejected = num_tokens - kept.sum(dim=1)
+def _rejection_metrics(num_tokens: Tensor, num_kept: Tensor) -> dict[str, float]:
+    rejected = num_tokens - num_kept
     return {
         "mismatch/rollout_rs_masked_fraction": float(rejected.sum() / num_tokens.sum()),
         "mismatch/rollout_rs_seq_masked_fraction": float((rejected > 0).sum() / (num_tokens > 0).sum()),

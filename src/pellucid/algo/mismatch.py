@@ -63,7 +63,8 @@ class GapSums:
         if len(tokens):
             self.gap_abs += float(tokens.abs().sum())
             self.k3 += float((excess - tokens).sum())
-            self.gap_min, self.gap_max = min(self.gap_min, float(tokens.min())), max(self.gap_max, float(tokens.max()))
+            self.gap_min = min(self.gap_min, float(tokens.min()))
+            self.gap_max = max(self.gap_max, float(tokens.max()))
         return gap, tokens, excess
 
     def nonempty(self) -> tuple[Tensor, Tensor, Tensor]:
