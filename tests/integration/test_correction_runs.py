@@ -152,14 +152,18 @@ def test_bypass_mode_reports_no_gap_while_the_policy_rests(work):
     assert mismatch_names(second) == MEASURED and second["mismatch/mismatch_k3_kl"] > 1e-3
 
 
-def test_rejection_leaves_samples_out_of_the_update(work):
-    """Bounds so narrow that hardly a sequence is left, and in some step perhaps none: nothing breaks."""
-    rule = "{statistic:k1,level:seq_mean,lower:0.99999,upper:1.00001}"
-    done = work.train(*TWO_STEPS, f"{NOISE}=0.2", f"algorithm.rollout_rs=[{rule}]")
+@pytest.mark.parametrize(("lower", "upper"), [(0.99999, 1.00001), (0.8, 1.2)], ids=["nearly-all", "some"])
+def test_rejection_leaves_samples_out_of_the_update(work, lower, upper):
+    """Bounds so narrow that hardly a sequence is left, or none, break nothing; weights that are only measured are not applied."""
+    rule, only_measured = f"{{statistic:k1,level:seq_mean,lower:{lower},upper:{upper}}}", "algorithm.rollout_is_threshold=1.1"
+    done = work.train(*TWO_STEPS, f"{NOISE}=0.2", f"algorithm.rollout_rs=[{rule}]", only_measured)
     assert "Traceback" not in done.output
     for row in checked_metrics(work.run_dir):
-        assert row["mismatch/rollout_rs_masked_fraction"] == pytest.approx(row["mismatch/rollout_rs_seq_masked_fraction"], abs=0.2)
-        assert row["mismatch/rollout_rs_masked_fraction"] > 0.9
+        samples, fraction = dump(work.run_dir, row["step"]), row["mismatch/rollout_rs_masked_fraction"]
+        assert fraction > 0.9 if lower > 0.9 else 0 < fraction < 1
+        weights = [weight for record in samples for weight in record["correction_weights"]]
+        assert set(weights) <= {0.0, 1.0} and weights.count(0.0) / len(weights) == pytest.approx(fraction)
+        assert row["mismatch/rollout_rs_seq_masked_fraction"] == sum(not any(record["correction_weights"]) for record in samples) / 16
         assert row["critic/advantages/max"] > 0, "the rejected still count in their groups' baselines"
 
 
