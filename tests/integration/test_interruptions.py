@@ -145,3 +145,27 @@ def test_a_full_disk_keeps_the_previous_checkpoint(finished, work):
         assert state(disk / "run") == state(finished)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+BREAKS_LATER = """
+from pathlib import Path
+calls = Path("calls")
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with calls.open("a") as file:
+        file.write(".")
+    if len(calls.read_text()) > {limit}:
+        raise ValueError("the judge is away")
+    return float(solution_str.strip() == str(ground_truth))
+"""
+
+
+def test_a_reward_that_breaks_for_good_loses_no_finished_step(work):
+    """4 prompts × 4 samples a step: the third step finds every call broken; the first two are in a checkpoint and go on from it."""
+    work.write("later.py", BREAKS_LATER.format(limit=32))
+    overrides = ("reward_model.custom_reward_function.path=later.py", "trainer.save_freq=-1", "trainer.val_before_train=false", "data.val_files=null")
+    done = work.train(*overrides, status=2)
+    assert "checkpoint of step 2 written" in done.output and "all 16 calls of the batch failed" in done.output
+    assert last_checkpoint(work.run_dir).name == "global_step_2"
+    work.write("later.py", BREAKS_LATER.format(limit=10**6))
+    again = work.train(*overrides)
+    assert "resuming from" in again.output and metrics(work.run_dir)[-1]["step"] == NUM_STEPS

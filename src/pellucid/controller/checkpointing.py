@@ -4,10 +4,13 @@
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import RunConfig
+from pellucid.console import console
 from pellucid.controller.build import Run
 from pellucid.errors import UserError
 from pellucid.rollout.native import MismatchedEngine
@@ -38,6 +41,24 @@ def save_checkpoint(run: Run, step: int) -> None:
             save_hf_model(run.model, run.tokenizer, folder / HF_FOLDER)
 
     run.store.save(step, write)
+
+
+@contextmanager
+def progress_kept(run: Run, step: int) -> Iterator[None]:
+    """Write the checkpoint of the step before when sampling or scoring of `step` ends the run: nothing trained is lost.
+
+    For the stages before the update only: they leave weights and optimizer as they were.
+    """
+    position = run.loader.state_dict()
+    try:
+        yield
+    except UserError:
+        done = step - 1
+        if step > run.first_step and done not in run.store.steps():
+            run.loader.load_state_dict(position)
+            save_checkpoint(run, done)
+            console.print(f"checkpoint of step {done} written: start the same command again to continue.", markup=False)
+        raise
 
 
 def find_checkpoint(config: RunConfig, store: CheckpointStore) -> Path | None:

@@ -10,6 +10,7 @@ from pellucid.algo.aggregation import masked_mean
 from pellucid.algo.correction import correct
 from pellucid.algo.kl import kl_penalty
 from pellucid.controller.build import Run
+from pellucid.controller.checkpointing import progress_kept
 from pellucid.controller.sampling import collect, component_weights, make_batch
 from pellucid.controller.step_metrics import (
     annotate_rollouts,
@@ -33,8 +34,9 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     """
     with run.spans.span("step", step=step):
         epoch = run.loader.epoch
-        rollouts, metrics = collect(run, step)
-        batch = make_batch(run, rollouts, step)
+        with progress_kept(run, step):
+            rollouts, metrics = collect(run, step)
+            batch = make_batch(run, rollouts, step)
         metrics |= batch_metrics(batch)
         compute_experience(run, batch, step)
         with run.spans.span(Stage.ADVANTAGE, step=step):
