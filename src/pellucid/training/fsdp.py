@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from pellucid.training.common.lora import base_weights
-from pellucid.training.common.models import load_weights, model_tensors, num_parameters, output_head
+from pellucid.training.common.models import load_weights, model_tensors, num_parameters, num_trainable_parameters, output_head
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import ModelInput, TokenSequence, pack, pad, split_micro_batches
 from pellucid.training.protocol import (
@@ -62,7 +62,7 @@ class Fsdp2Engine:
         )
         self._without_adapters = without_adapters
         self.version, self.flops = 0, 0.0
-        self._num_parameters = num_parameters(model)
+        self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
 
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
@@ -112,7 +112,8 @@ class Fsdp2Engine:
         weight_norm = self.optimizer.weight_norm()
         if not math.isfinite(weight_norm):
             raise NonFiniteError("norm of the updated weights", weight_norm, list(range(len(sequences))))
-        self.flops += 6.0 * self._num_parameters * results.scores.num_input_tokens
+        # Forward and the gradient of activations go through every weight, the gradient of weights only to trained ones.
+        self.flops += (4.0 * self._num_parameters + 2.0 * self._num_trainable) * results.scores.num_input_tokens
         self.version += 1
         return UpdateResult(results.scores, total_loss, grad_norm, lr)
 

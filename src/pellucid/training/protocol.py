@@ -82,7 +82,7 @@ class TrainingEngine(Protocol):
     version: int
     """Number of optimizer steps that made the current weights: the policy version stamped on tokens."""
     flops: float
-    """Model arithmetic done so far: 6 × parameters × tokens of training passes, 2 × of forward-only ones."""
+    """Model arithmetic done so far: 6 × parameters × tokens of training passes (4 × where frozen), 2 × of forward-only ones."""
 
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
