@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from pellucid.training.common.lora import base_weights
-from pellucid.training.common.models import load_weights, model_tensors, num_parameters, num_trainable_parameters, output_head
+from pellucid.training.common.models import (
+    load_weights,
+    model_tensors,
+    num_parameters,
+    num_trainable_parameters,
+    output_head,
+)
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import ModelInput, TokenSequence, pack, pad, split_micro_batches
 from pellucid.training.protocol import (
