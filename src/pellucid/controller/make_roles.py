@@ -209,6 +209,7 @@ def make_actor_engine(
 ) -> Fsdp2Engine:
     """Return the engine that holds the policy and its optimizer."""
     actor = config.actor_rollout_ref.actor
+    steps -= config.trainer.critic_warmup  # the policy rests while the critic warms up
     updates = num_updates(config, steps, actor.ppo_mini_batch_size, actor.ppo_epochs)
     cut = MicroBatching(
         actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,

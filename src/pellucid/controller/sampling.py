@@ -145,10 +145,14 @@ def component_weights(run: Run) -> torch.Tensor | None:
 
 
 def _components(run: Run, rollouts: list[Rollout]) -> torch.Tensor:
-    """Return the [B, K] reward components, those named in the config or else all that every reward call returned."""
+    """Return the [B, K] reward components, those named in the config or else all that every reward has.
+
+    `rule` is the sum of the components that the reward function returned, and counts only where it returned none.
+    """
     scored = [rollout for rollout in rollouts if rollout.failure is None]
     shared = [name for name in scored[0].reward_parts if all(name in r.reward_parts for r in scored)] if scored else []
-    names = list(run.config.algorithm.gdpo_reward_weights or shared)
+    parts = [name for name in shared if name not in ("rule", "model", "overlong")]
+    names = list(run.config.algorithm.gdpo_reward_weights or [n for n in shared if n != "rule" or not parts])
     absent = [name for name in names if name not in shared]
     if absent or not names:
         raise UserError(
