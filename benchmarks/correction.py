@@ -22,6 +22,7 @@ from torch import Tensor
 
 from common import report
 from pellucid.algo.correction import CorrectionSettings, RejectionRule, correct
+from pellucid.devices import keep_freed_memory
 
 CASES = {
     "token, truncate": CorrectionSettings(2.0),
@@ -106,12 +107,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--keep-freed-memory", action="store_true", help="as a run does: neither side pays for fresh pages")
     parser.add_argument("--json", type=Path, default=None, help="append the result to this file, one JSON object a line")
     parser.add_argument("--peak-of", choices=CASES, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak_of is not None:
         return print_peak(options)
+    if options.keep_freed_memory:
+        keep_freed_memory()
     old_logp, rollout_logp, mask = make_batch(options.batch, options.length)
     tensor_bytes = 4 * mask.numel()
 
@@ -127,7 +131,9 @@ def main() -> None:
         # Interleaved, because the machine's speed changes: each ratio is of two neighbours in time.
         pairs = [(seconds(lambda: correct(old_logp, rollout_logp, mask, settings)), seconds(masked_mean)) for _ in range(options.repeats)]  # noqa: B023
         times, means = zip(*pairs)
-        loop = min(seconds(lambda: per_sample(old_logp, rollout_logp, mask, settings)) for _ in range(2)) if looped else None  # noqa: B023
+        torch.set_num_threads(1)  # in favour of the loop: threads only slow its short operations down
+        loop = min(seconds(lambda: per_sample(old_logp, rollout_logp, mask, settings)) for _ in range(3)) if looped else None  # noqa: B023
+        torch.set_num_threads(options.threads)
         peak = peak_bytes(options, case)
         rows.append({
             "case": case, "masked_mean_ms": 1e3 * statistics.median(means), "correct_ms": 1e3 * statistics.median(times),
