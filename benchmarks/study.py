@@ -3,7 +3,8 @@
     python benchmarks/study.py benchmarks/studies/algorithms.yaml --seeds 0 1 2 --jobs 2 --plot docs/images/algorithms.png
 
 A study file names a recipe, overrides common to all runs, and each variant's own. Every run is a real `pellucid train` on
-one thread; a run that finished before is not repeated, one that was interrupted goes on from its last checkpoint.
+one thread; a run that finished before is not repeated, one that was interrupted goes on from its last checkpoint. A study of
+one variant draws each seed's own curve.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import yaml
 from rich.progress import track
 
 from common import report
-from pellucid.metrics.plots import plot_bands, training_minutes
+from pellucid.metrics.plots import plot_bands, plot_runs, training_minutes
 from pellucid.metrics.trackers import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -42,8 +43,9 @@ def summary(variant: str, folders: list[Path], metrics: list[str]) -> dict[str, 
     """Return the table row of a variant: its accuracies over the seeds, minutes, and the last values of further metrics."""
     runs = [lines for folder in folders if (lines := read_metrics(folder / "metrics.jsonl"))]
     curves = [[line[ACCURACY] for line in lines if line.get(ACCURACY) is not None] for lines in runs]
+    before = next(line[ACCURACY] for lines in runs for line in lines if line["step"] == 0)
     row: dict[str, Any] = {"variant": variant, "seeds": len(runs), "steps": max(lines[-1]["step"] for lines in runs),
-                           "before": curves[0][0], "after": " ".join(f"{curve[-1]:.1%}" for curve in curves),
+                           "before": f"{before:.1%}", "after": " ".join(f"{curve[-1]:.1%}" for curve in curves),
                            "mean": f"{mean(curve[-1] for curve in curves):.1%}", "best": f"{max(map(max, curves)):.1%}",
                            "minutes": mean(training_minutes(lines)[-1] for lines in runs)}
     for name in metrics:
@@ -73,8 +75,11 @@ def main() -> None:
         for job in track(jobs, description=options.study.stem):
             job.result()
     report(options.study.stem, [summary(name, runs, options.metrics) for name, runs in folders.items()], options.json)
-    if options.plot is not None:
-        plot_bands({name: [folder / "metrics.jsonl" for folder in runs] for name, runs in folders.items()}, ACCURACY, options.plot)
+    files = {name: [folder / "metrics.jsonl" for folder in runs] for name, runs in folders.items()}
+    if options.plot is not None and len(files) > 1:
+        plot_bands(files, ACCURACY, options.plot)
+    elif options.plot is not None:
+        plot_runs({f"seed {seed}": file for seed, file in zip(options.seeds, *files.values())}, options.plot)
 
 
 if __name__ == "__main__":
