@@ -74,6 +74,8 @@ class Rollout:
     failure: RewardFailure | None = None
     training_logprobs: list[float] | None = None
     """[L] log-probability of the same ids under the training engine's policy."""
+    mask: list[bool] | None = None
+    """[L] whether the token was trained on, after failures and rejection; None before the update."""
     correction_weights: list[float] | None = None
     """[L] weight of each token in the policy loss, where rollout correction was applied."""
 

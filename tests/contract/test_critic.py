@@ -94,7 +94,7 @@ def test_the_loss_is_half_the_larger_of_two_squares_averaged_over_tokens():
         value, old, target = (float(tensor[row, t]) for tensor in (values, batch.values, batch.returns))
         held = min(max(value, old - 0.3), old + 0.3)
         terms.append(0.5 * max((value - target) ** 2, (held - target) ** 2))
-        errors.append(target - value)
+        errors.append(target - old)
         returns.append(target)
     metrics = critic_of(engine_of(model, lr=0.0), cliprange_value=0.3).update(batch, step=1)
     assert metrics["critic/vf_loss"] == pytest.approx(sum(terms) / len(terms), rel=1e-5)

@@ -32,7 +32,8 @@ METRICS = [
     "response_length/clip_ratio",
 ]
 PPO_METRICS = [
-    *METRICS,
+    *(name for name in METRICS if name != "actor/kl_loss"),
+    "actor/reward_kl_penalty",
     "actor/kl_coef",
     "critic/rewards/mean",
     "critic/returns/mean",

@@ -270,7 +270,7 @@ def test_exact_kl_in_the_reward(work):
         *TWO_STEPS, "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full", "algorithm.kl_ctrl.kl_coef=0.5", f"{ACTOR}.optim.lr=0.001"
     )
     first, second = trained(work.run_dir)
-    assert abs(first["actor/kl_loss"]) < 1e-6 and second["actor/kl_loss"] > 1e-5
+    assert abs(first["actor/reward_kl_penalty"]) < 1e-6 and second["actor/reward_kl_penalty"] > 1e-5
     assert second["critic/score/mean"] - second["critic/rewards/mean"] > 1e-5
     assert "timing_s/ref_compute_log_prob" not in second
 

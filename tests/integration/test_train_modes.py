@@ -72,7 +72,7 @@ def test_kl_to_the_reference_in_the_reward(work):
         if row["step"] == 1:
             assert abs(penalty) < 1e-5
         else:
-            assert penalty == pytest.approx(0.5 * row["actor/kl_loss"] * row["response_length/mean"], rel=0.3, abs=1e-4)
+            assert penalty == pytest.approx(0.5 * row["actor/reward_kl_penalty"] * row["response_length/mean"], rel=0.3, abs=1e-4)
 
 
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(finished, work):

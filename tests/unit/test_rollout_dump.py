@@ -32,7 +32,8 @@ def a_rollout(draw) -> Rollout:
     return Rollout(prompt, draw(st.integers(0, 8)), ids, draw(per_token(FLOATS)), draw(per_token(st.integers(0, 3))),
                    draw(st.sampled_from(["stop", "length"])), draw(st.text()), None if failure else draw(FLOATS),
                    draw(st.dictionaries(st.text(max_size=4), FLOATS, max_size=2)), failure,
-                   draw(st.none() | per_token(FLOATS)), draw(st.none() | per_token(FLOATS)))
+                   training_logprobs=draw(st.none() | per_token(FLOATS)), mask=draw(st.none() | per_token(st.booleans())),
+                   correction_weights=draw(st.none() | per_token(FLOATS)))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -57,7 +58,8 @@ def test_round_trip(tmp_path, rollouts, step):
         assert record["correction_weights"] == rollout.correction_weights
         assert [record["reward"], record["reward_parts"], record["failure"]] == \
             [rollout.reward, rollout.reward_parts, failure]
-        assert record["mask"] == [0 if failure else 1] * len(rollout.token_ids)
+        untouched = [0 if failure else 1] * len(rollout.token_ids)
+        assert record["mask"] == (untouched if rollout.mask is None else [1 if kept else 0 for kept in rollout.mask])
         assert record["pieces"] == [f"<{token}>" for token in rollout.token_ids]
 
 

@@ -207,12 +207,14 @@ def build_run(
     total_steps = num_steps(config, loader.steps_per_epoch)
     model = load_policy(config, device)
     engine = make_actor_engine(config, model, device, dtype, total_steps)
-    reference = make_reference(config, engine)
+    # Validation alone needs the policy and what scores it.
+    trains = not config.trainer.val_only
+    reference = make_reference(config, engine) if trains else None
     critic = None
-    if config.algorithm.adv_estimator in CRITIC_ESTIMATORS:
+    if trains and config.algorithm.adv_estimator in CRITIC_ESTIMATORS:
         critic = make_critic(config, device, dtype, total_steps)
     reward_model = None
-    if config.reward_model.enable:
+    if config.reward_model.enable and (trains or not config.reward_model.rule_weight):
         reward_model = make_reward_model(config, inputs.tokenizer, device, dtype)
     spans = SpanRecorder(run_dir.timeline / "controller.json")
     native = NativeRolloutEngine(

@@ -110,7 +110,7 @@ def restore(run: Run, checkpoint: Path) -> None:
     if "extra" in contents:
         state = json.loads((checkpoint / STATE_FILE).read_text())
         run.loader.load_state_dict(state["loader"])
-        run.kl_control.load_state_dict(state["kl_control"])
+        run.kl_control.load_state_dict(state.get("kl_control", {}))
         if isinstance(run.rollout_engine, MismatchedEngine):
             run.rollout_engine.load(checkpoint)
 

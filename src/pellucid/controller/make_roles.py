@@ -15,6 +15,7 @@ from pellucid.algo.policy_loss import POLICY_LOSSES, PolicyLoss
 from pellucid.config import RunConfig
 from pellucid.config.schema.actor import OptimConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
+from pellucid.controller.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
 from pellucid.errors import UserError
 from pellucid.plugins import load_object
 from pellucid.roles.actor import Actor, ActorSettings
@@ -34,7 +35,9 @@ def choose_estimator(config: RunConfig) -> Estimator:
         UserError: the import path leads to no function.
     """
     name = config.algorithm.adv_estimator
-    return ESTIMATORS[name] if name in ESTIMATORS else _load_function(name, "algorithm.adv_estimator")
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    return checked_estimator(_load_function(name, ESTIMATOR_FIELD), name)
 
 
 def choose_policy_loss(config: RunConfig) -> PolicyLoss:
@@ -48,7 +51,7 @@ def choose_policy_loss(config: RunConfig) -> PolicyLoss:
     name = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    return PolicyLoss(_load_function(name, "actor_rollout_ref.actor.policy_loss.loss_mode"))
+    return PolicyLoss(checked_loss(_load_function(name, LOSS_FIELD), name))
 
 
 def _load_function(spec: str, field: str) -> Callable[..., Any]:

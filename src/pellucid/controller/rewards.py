@@ -46,7 +46,8 @@ class Rewards:
             penalties = overlong_penalty(lengths, self.max_response_length, buffer.len, buffer.penalty_factor)
             for rollout, penalty in zip(rollouts, penalties.tolist()):
                 if rollout.reward is not None:
-                    rollout.reward_parts = {"rule": rollout.reward, **rollout.reward_parts, "overlong": penalty}
+                    rule = {"rule": rollout.reward} if self.config.rule_weight else {}
+                    rollout.reward_parts = rule | rollout.reward_parts | {"overlong": penalty}
                     rollout.reward += penalty
         return {
             "reward/num_failures": stats.num_failures,
@@ -59,7 +60,7 @@ class Rewards:
         if self.config.rule_weight:
             self.scorer.score(rollouts)
         else:
-            self._score_by_model(rollouts, None, 0)
+            self._add_model_scores(rollouts, None)
 
     def _score_by_rule_and_model(self, rollouts: list[Rollout], start: StartStage | None, step: int) -> ScoreStats:
         stats = ScoreStats()
@@ -68,15 +69,14 @@ class Rewards:
             with self.spans.span(Stage.REWARD, step=step):
                 stats = self.scorer.score(rollouts, on_done=(lambda _: advance(1)) if advance else None)
         if self.model is not None:
-            self._score_by_model(rollouts, start, step)
+            advance = start(Stage.COMPUTE_RM_SCORE, len(rollouts)) if start else None
+            with self.spans.span(Stage.COMPUTE_RM_SCORE, step=step):
+                self._add_model_scores(rollouts, advance)
         return stats
 
-    def _score_by_model(self, rollouts: list[Rollout], start: StartStage | None, step: int) -> None:
+    def _add_model_scores(self, rollouts: list[Rollout], on_done: Callable[[int], None] | None) -> None:
         assert self.model is not None
-        advance = start(Stage.COMPUTE_RM_SCORE, len(rollouts)) if start else None
-        with self.spans.span(Stage.COMPUTE_RM_SCORE, step=step):
-            scores = self.model.score(rollouts, on_done=advance)
-        for rollout, score in zip(rollouts, scores):
+        for rollout, score in zip(rollouts, self.model.score(rollouts, on_done=on_done)):
             self._combine(rollout, score)
 
     def _combine(self, rollout: Rollout, score: float) -> None:

@@ -12,7 +12,7 @@ from pellucid.controller.build import Run
 from pellucid.errors import UserError
 from pellucid.profiler.spans import Stage
 from pellucid.rollout.protocol import SamplingParams
-from pellucid.types import Batch, Prompt, Rollout
+from pellucid.types import Batch, Prompt, RewardFailure, Rollout
 
 
 def training_sampling(config: RolloutConfig) -> SamplingParams:
@@ -37,7 +37,7 @@ def _sampling(
     return SamplingParams(
         n=n,
         max_tokens=config.response_length,
-        temperature=temperature,
+        temperature=temperature if do_sample else 1.0,  # greedy: whatever it is set to, nothing is divided by it
         top_p=top_p,
         top_k=top_k,
         do_sample=do_sample,
@@ -68,8 +68,8 @@ def collect(run: Run, step: int) -> tuple[list[Rollout], dict[str, float]]:
         prompts = [prompt for prompt in run.loader.next_batch() if prompt.uid not in taken]
         stream = ("rollout", step) if draw == 1 else ("rollout", step, draw)
         rollouts = _generate(run, prompts, training_sampling(run.config.actor_rollout_ref.rollout), stream, step)
-        for name, value in run.rewards.score(rollouts, run.display.stage, step=step).items():
-            metrics[name] = metrics.get(name, 0.0) + value
+        drawn = run.rewards.score(rollouts, run.display.stage, step=step) | {"perf/total_num_tokens": num_tokens(rollouts)}
+        metrics = {name: metrics.get(name, 0.0) + value for name, value in drawn.items()}
         if not filtering.enable:
             return rollouts, metrics
         groups = _groups(rollouts)
@@ -88,6 +88,11 @@ def collect(run: Run, step: int) -> tuple[list[Rollout], dict[str, float]]:
                 "Raise it (0 = no limit), raise rollout.n, change the data's difficulty, or set filter_groups.enable: false.",
             )
     raise AssertionError("unreachable")
+
+
+def num_tokens(rollouts: list[Rollout]) -> float:
+    """Return the prompt and response tokens of the samples."""
+    return float(sum(len(rollout.prompt.token_ids) + len(rollout.token_ids) for rollout in rollouts))
 
 
 def _generate(
@@ -118,24 +123,32 @@ def _filter_value(rollout: Rollout, metric: str) -> float | None:
 
 def make_batch(run: Run, rollouts: list[Rollout], step: int) -> Batch:
     """Return the [B, T] batch of scored rollouts, with what the advantage estimator needs beside the rewards."""
-    batch = Batch.from_rollouts(rollouts)
+    greedy_scores = None
     if run.config.algorithm.adv_estimator == "remax":
-        _add_greedy_scores(run, batch, step)
+        greedy_scores = _greedy_scores(run, rollouts, step)
+    batch = Batch.from_rollouts(rollouts)
+    batch.greedy_scores = greedy_scores
     if run.config.algorithm.adv_estimator == "gdpo":
         batch.reward_components = _components(run, rollouts)
     return batch
 
 
-def _add_greedy_scores(run: Run, batch: Batch, step: int) -> None:
-    """Answer each prompt greedily; a prompt whose answer could not be scored has no baseline and is masked out."""
-    prompts = {rollout.prompt.uid: rollout.prompt for rollout in batch.rollouts}
+def _greedy_scores(run: Run, rollouts: list[Rollout], step: int) -> torch.Tensor:
+    """Answer each prompt greedily and return the answer's reward for each sample of the prompt, [B].
+
+    A prompt whose answer could not be scored has no baseline: its samples fail with it and are masked out.
+    """
+    prompts = {rollout.prompt.uid: rollout.prompt for rollout in rollouts}
     params = greedy_sampling(run.config.actor_rollout_ref.rollout)
     greedy = _generate(run, list(prompts.values()), params, ("greedy", step), step)
     run.rewards.score(greedy, run.display.stage, step=step)
-    score_of = {rollout.prompt.uid: rollout.reward for rollout in greedy}
-    scores = [score_of[rollout.prompt.uid] for rollout in batch.rollouts]
-    batch.greedy_scores = torch.tensor([0.0 if score is None else score for score in scores])
-    batch.mask &= torch.tensor([score is not None for score in scores])[:, None]
+    answer_to = {rollout.prompt.uid: rollout for rollout in greedy}
+    for rollout in rollouts:
+        failure = answer_to[rollout.prompt.uid].failure
+        if failure is not None and rollout.failure is None:
+            message = f"the greedy answer to its prompt, the baseline, has no score: {failure.message}"
+            rollout.reward, rollout.failure = None, RewardFailure(failure.kind, message)
+    return torch.tensor([answer_to[rollout.prompt.uid].reward or 0.0 for rollout in rollouts])
 
 
 def component_weights(run: Run) -> torch.Tensor | None:

@@ -40,14 +40,14 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         metrics |= batch_metrics(batch)
         compute_experience(run, batch, step)
         with run.spans.span(Stage.ADVANTAGE, step=step):
-            metrics |= compute_advantages(run, batch)
+            metrics |= compute_advantages(run, batch, step)
         gap = correct_mismatch(run, batch, step)
         metrics |= staleness_metrics(run, batch)
         metrics |= update(run, batch, step)
         # The native engine reads the actor's own weights, so this costs nothing; other engines copy here.
         with run.spans.span(Stage.WEIGHT_SYNC, step=step):
             run.rollout_engine.sync_weights()
-        metrics |= gap or policy_gap_metrics(run, batch)
+        metrics |= gap or policy_gap_metrics(run, batch, step)
         warn_of_mismatch(run, metrics)
         if run.config.trainer.dump_rollouts:
             annotate_rollouts(run, batch)
@@ -75,7 +75,7 @@ def compute_experience(run: Run, batch: Batch, step: int) -> None:
             run.critic.compute_values(batch, advance)
 
 
-def compute_advantages(run: Run, batch: Batch) -> dict[str, float]:
+def compute_advantages(run: Run, batch: Batch, step: int) -> dict[str, float]:
     """Subtract the KL penalty from the rewards where asked for, and set advantages and returns."""
     algorithm, metrics = run.config.algorithm, {}
     if algorithm.use_kl_in_reward:
@@ -83,8 +83,9 @@ def compute_advantages(run: Run, batch: Batch) -> dict[str, float]:
         kl = kl_penalty(batch.old_logp, batch.ref_logp, algorithm.kl_penalty, full_kl=batch.exact_kl) * batch.mask
         batch.token_rewards = batch.token_rewards - run.kl_control.coef * kl
         mean_kl = float(masked_mean(kl, batch.mask))
-        metrics = {"actor/kl_loss": mean_kl, "actor/kl_coef": run.kl_control.coef}
-        run.kl_control.update(mean_kl, len(batch))
+        metrics = {"actor/reward_kl_penalty": mean_kl, "actor/kl_coef": run.kl_control.coef}
+        if step > run.config.trainer.critic_warmup:  # until then the policy rests, and its KL of 0 says nothing
+            run.kl_control.update(mean_kl, len(batch))
     batch.advantages, batch.returns = run.estimator(
         AdvantageInputs(
             token_rewards=batch.token_rewards,

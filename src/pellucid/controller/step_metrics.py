@@ -21,22 +21,23 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     scores = torch.tensor([rollout.reward for rollout in batch.rollouts if rollout.reward is not None])
     cut = sum(rollout.finish_reason == "length" for rollout in batch.rollouts) / len(batch)
     return (
-        {"response_length/clip_ratio": cut, "perf/total_num_tokens": float(lengths.sum() + prompts.sum())}
+        {"response_length/clip_ratio": cut}
         | spread("critic/score", scores)
         | spread("response_length", lengths)
         | spread("prompt_length", prompts)
     )
 
 
-def policy_gap_metrics(run: Run, batch: Batch) -> dict[str, float]:
+def policy_gap_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
     """Return how far the rollout policy is from the training policy, where the correction did not measure it already."""
     training_logp = _training_log_probs(run, batch)
     if training_logp is None or not run.config.actor_rollout_ref.rollout.calculate_log_probs:
         return {}
     mask = batch.mask & training_logp.isfinite()
-    if run.correction is None:
-        return mismatch_metrics(training_logp, batch.rollout_logp, mask)
-    return correct(training_logp.nan_to_num(), batch.rollout_logp, mask, run.correction).metrics
+    with run.spans.span(Stage.CORRECTION, step=step):
+        if run.correction is None:
+            return mismatch_metrics(training_logp, batch.rollout_logp, mask)
+        return correct(training_logp.nan_to_num(), batch.rollout_logp, mask, run.correction).metrics
 
 
 def warn_of_mismatch(run: Run, metrics: dict[str, float]) -> None:
@@ -48,13 +49,14 @@ def warn_of_mismatch(run: Run, metrics: dict[str, float]) -> None:
 
 
 def annotate_rollouts(run: Run, batch: Batch) -> None:
-    """Put the training policy's log-probs and the applied weights into the rollouts, for the dump."""
+    """Put the training policy's log-probs, the applied weights and the final mask into the rollouts, for the dump."""
     training_logp = _training_log_probs(run, batch)
     weights = batch.correction_weights
     if weights is None and run.corrects:
         weights = batch.mask.float()  # rejection alone: a token counts or it does not
     for row, rollout in enumerate(batch.rollouts):
         length = len(rollout.token_ids)
+        rollout.mask = batch.mask[row, :length].tolist()
         if rollout.failure is None and training_logp is not None and bool(training_logp[row, :length].isfinite().all()):
             rollout.training_logprobs = training_logp[row, :length].tolist()
         if weights is not None:

@@ -20,6 +20,7 @@ _LINE: list[tuple[str, str, str]] = [
     ("loss", "train/loss", ".4f"),
     ("entropy", "actor/entropy", ".3f"),
     ("kl", "actor/kl_loss", ".2e"),
+    ("kl in reward", "actor/reward_kl_penalty", ".2e"),
     ("gap", "mismatch/logp_max_abs_diff", ".1e"),
     ("len", "response_length/mean", ".1f"),
     ("tok/s", "perf/throughput", ".0f"),

@@ -36,7 +36,8 @@ _DEFINITIONS = [
     Metric("actor/entropy", "nats", "Mean entropy of the policy's next-token distribution over response tokens."),
     Metric("actor/entropy_loss", "nats", "Entropy aggregated like the loss; `entropy_coeff` times it is subtracted from the loss."),
     Metric("actor/kl_loss", "nats", "Divergence from the reference policy, aggregated like the loss, before its coefficient."),
-    Metric("actor/kl_coef", "1", "Coefficient of the divergence from the reference policy."),
+    Metric("actor/reward_kl_penalty", "nats", "Mean divergence from the reference policy that the reward is penalised by, before its coefficient."),
+    Metric("actor/kl_coef", "1", "Coefficient of the divergence from the reference policy in the reward."),
     Metric("actor/grad_norm", "1", "L2 norm of the gradient before clipping."),
     Metric("actor/lr", "1", "Learning rate of the step."),
     Metric("actor/pg_clipfrac", "fraction", "Response tokens whose ratio was clipped at the upper or lower bound."),
@@ -44,7 +45,7 @@ _DEFINITIONS = [
     Metric("actor/pg_covfrac", "fraction", "Response tokens picked for their covariance of advantage and log-probability (`clip_cov`, `kl_cov`)."),
     Metric("actor/ppo_kl", "nats", "Mean of old minus new log-probability over response tokens: how far the step has moved."),
 
-    *_spread("critic/score", "reward", "outcome score of a sample, as the reward function gave it"),
+    *_spread("critic/score", "reward", "outcome score of a sample that is trained on, before any KL penalty"),
     *_spread("critic/rewards", "reward", "reward of a sample after any KL penalty"),
     *_spread("critic/advantages", "1", "advantage over response tokens"),
     *_spread("critic/returns", "reward", "return over response tokens"),
@@ -78,7 +79,7 @@ _DEFINITIONS = [
     Metric("timing_s/step", "s", "Wall time of the step from prompts to updated weights; validation and checkpoint are not in it."),
     Metric("timing_s/<stage>", "s", "Wall time of one stage; a checkpoint's is on the line after it, as a line is written before its checkpoint."),
 
-    Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step's samples."),
+    Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of all samples drawn in the step, dropped groups included."),
     Metric("perf/time_per_step", "s", "The same as `timing_s/step`, under verl's name."),
     Metric("perf/throughput", "tokens/s/device", "Tokens of the step per second and device."),
     Metric("perf/mfu", "fraction", "6 × parameters × tokens of the actor update (2 × of forward-only passes) over the device's peak in that time."),

@@ -4,6 +4,7 @@ Takes a `Batch` with advantages from the loop; returns metrics. Each mini-batch 
 """
 
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -94,7 +95,7 @@ class Actor:
             stream=("actor_shuffle", step) if self._config.shuffle else None,
             seed=self._settings.seed,
         )
-        numbered = iter(range(1 << 62))
+        numbered = count()
         return update_each(
             cut, lambda rows: self._update_mini_batch(batch, rows, (step, next(numbered)), on_done), "actor"
         )
@@ -109,7 +110,7 @@ class Actor:
         selected = self._select(batch, width, at)
 
         def loss(micro: list[int], scores: TokenScores) -> torch.Tensor:
-            terms = self._token_losses(batch, micro, width, scores, selected)
+            terms, _ = self._token_losses(batch, micro, width, scores, selected)
             total = (
                 terms["actor/pg_loss"]
                 + self._config.kl_loss_coef * terms.get("actor/kl_loss", 0.0)
@@ -173,21 +174,21 @@ class Actor:
 
     def _token_losses(
         self, batch: Batch, rows: list[int], width: int, scores: TokenScores, selected: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """Return the [b, T] terms of the loss, before coefficients and aggregation, and the policy loss's own metrics."""
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the [b, T] terms of the loss, before coefficients and aggregation, and the policy loss's scalar metrics."""
         assert scores.logp is not None
         config, logp = self._config, scores.logp
         inputs = self._loss_inputs(batch, rows, width, logp, selected)
         pg_loss, metrics = self._settings.policy_loss.function(inputs)
         correction = self._correction(batch, rows, width, inputs)
-        terms = {"actor/pg_loss": pg_loss if correction is None else pg_loss * correction, **metrics}
+        terms = {"actor/pg_loss": pg_loss if correction is None else pg_loss * correction}
         if config.use_kl_loss:
             ref_logp = on_rows(batch.ref_logp, rows, width, logp.device)
             terms["actor/kl_loss"] = kl_penalty(logp, ref_logp, config.kl_loss_type, full_kl=scores.kl)
         if config.entropy_coeff:
             assert scores.entropy is not None
             terms["actor/entropy_loss"] = scores.entropy
-        return terms
+        return terms, metrics
 
     def _correction(self, batch: Batch, rows: list[int], width: int, inputs: LossInputs) -> torch.Tensor | None:
         """Return the [b, T] weights that correct for the rollout policy, or None; they multiply every loss here and only here."""
@@ -214,10 +215,10 @@ class Actor:
         """Return the mini-batch's metrics, computed over all of it at once so that micro-batching cannot change them."""
         width = weights.shape[1]
         scores = result.scores.map(torch.Tensor.cpu)
-        terms = self._token_losses(batch, list(range(len(batch))), width, scores, selected)
-        metrics = {name: float(value if value.dim() == 0 else (value * weights).sum()) for name, value in terms.items()}
+        terms, metrics = self._token_losses(batch, list(range(len(batch))), width, scores, selected)
         assert scores.entropy is not None
-        return metrics | {
+        return {name: float((value * weights).sum()) for name, value in terms.items()} | {
+            **{name: float(value) for name, value in metrics.items()},
             "actor/entropy": float(masked_mean(scores.entropy, batch.mask[:, :width])),
             "actor/grad_norm": result.grad_norm,
             "actor/lr": result.lr,

@@ -81,6 +81,7 @@ class Critic:
         """Return the mini-batch's metrics, computed over all of it at once so that micro-batching cannot change them."""
         rows = list(range(len(batch)))
         _, metrics = self._token_losses(batch, rows, width, scores)
-        assert scores.values is not None and batch.returns is not None
-        variance = explained_variance(scores.values.cpu(), batch.returns[:, :width], batch.mask[:, :width])
+        assert batch.values is not None and batch.returns is not None
+        # Of the values before any update on these returns: later ones have seen what they are to explain.
+        variance = explained_variance(batch.values, batch.returns, batch.mask)
         return {name: float(value) for name, value in metrics.items()} | {"critic/vf_explained_var": float(variance)}

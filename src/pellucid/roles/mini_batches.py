@@ -44,7 +44,7 @@ def mini_batches(
 def update_each(
     rows_of_each: Iterator[list[int]], update: Callable[[list[int]], dict[str, float]], role: str
 ) -> dict[str, float]:
-    """Call `update` with each mini-batch's rows and return the mean of the metrics.
+    """Call `update` with each mini-batch's rows and return each metric's mean over the mini-batches that have it.
 
     Raises:
         NonFiniteError: with the quantity under the role's name and rows counted in the batch; optimizer steps before the
@@ -56,7 +56,9 @@ def update_each(
             per_step.append(update(rows))
         except NonFiniteError as error:
             raise NonFiniteError(f"{role}/{error.quantity}", error.value, [rows[row] for row in error.rows]) from error
-    return {name: sum(m[name] for m in per_step) / len(per_step) for name in per_step[0]} if per_step else {}
+    names = dict.fromkeys(name for metrics in per_step for name in metrics)
+    values = {name: [metrics[name] for metrics in per_step if name in metrics] for name in names}
+    return {name: sum(of_each) / len(of_each) for name, of_each in values.items()}
 
 
 def response_width(batch: Batch) -> int:

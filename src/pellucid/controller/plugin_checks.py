@@ -1,0 +1,71 @@
+"""Checks on what a user's own estimator or loss returns: a wrong shape would train, and train something else.
+
+`make_roles.py` wraps functions named by import path; the built-in ones are tested instead.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pellucid.algo.advantages import AdvantageInputs, Estimator
+from pellucid.algo.policy_loss import LossInputs, PolicyLossFunction
+from pellucid.errors import UserError
+
+PREFIX = "plugin/"
+LOSS_FIELD, ESTIMATOR_FIELD = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
+
+
+def checked_loss(function: Callable[..., Any], spec: str) -> PolicyLossFunction:
+    """Return the loss with its result checked at every call.
+
+    Raises (when called):
+        UserError: the loss is not [B, T], or a metric is not a scalar tensor named `plugin/…`.
+    """
+
+    def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        per_token, metrics = _pair(function(inputs), LOSS_FIELD, spec, "(loss [B, T], metrics)")
+        _check_shape(per_token, inputs.logp, LOSS_FIELD, spec, "the loss")
+        for name, value in dict(metrics).items():
+            if not name.startswith(PREFIX):
+                raise UserError(LOSS_FIELD, f"'{spec}' returns the metric '{name}'.", f"Call it '{PREFIX}{name}'.")
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise UserError(LOSS_FIELD, f"'{spec}' returns '{name}' as {_shown(value)}.", "Return a scalar tensor.")
+        return per_token, {name: value.detach().reshape(()) for name, value in metrics.items()}
+
+    return loss
+
+
+def checked_estimator(function: Callable[..., Any], spec: str) -> Estimator:
+    """Return the estimator with its result checked at every call.
+
+    Raises (when called):
+        UserError: advantages or returns are not [B, T].
+    """
+
+    def estimator(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        advantages, returns = _pair(function(inputs), ESTIMATOR_FIELD, spec, "(advantages, returns), both [B, T]")
+        for name, value in (("advantages", advantages), ("returns", returns)):
+            _check_shape(value, inputs.token_rewards, ESTIMATOR_FIELD, spec, name)
+        return advantages.detach() * inputs.mask, returns.detach() * inputs.mask
+
+    return estimator
+
+
+def _pair(result: Any, field: str, spec: str, wanted: str) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UserError(field, f"'{spec}' returns {_shown(result)}.", f"Return {wanted}.")
+    return result
+
+
+def _check_shape(value: Any, like: torch.Tensor, field: str, spec: str, what: str) -> None:
+    if not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        raise UserError(
+            field,
+            f"'{spec}' returns {what} as {_shown(value)}; one value a token is needed, {tuple(like.shape)}.",
+            "Leave aggregation, masking and correction weights to the actor, and return a value for each token.",
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

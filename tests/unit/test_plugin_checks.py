@@ -1,0 +1,48 @@
+"""A user's own loss or estimator that returns the wrong thing is refused at its first call, by name."""
+
+import pytest
+import torch
+
+from pellucid.algo.advantages import AdvantageInputs
+from pellucid.algo.policy_loss import LossInputs
+from pellucid.controller.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
+from pellucid.errors import UserError
+
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+INPUTS = LossInputs(logp=torch.zeros(2, 3, requires_grad=True), old_logp=torch.zeros(2, 3), advantages=torch.ones(2, 3), mask=MASK)
+ADVANTAGE_INPUTS = AdvantageInputs(token_rewards=torch.ones(2, 3), mask=MASK, group=torch.tensor([0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda inputs: inputs.logp, "a tensor of shape (2, 3)"),
+        (lambda inputs: (inputs.logp.mean(), {}), "the loss as a tensor of shape ()"),
+        (lambda inputs: (inputs.logp.sum(dim=1), {}), "(2,)"),
+        (lambda inputs: (inputs.logp, {"actor/pg_loss": inputs.logp.sum()}), "'actor/pg_loss'"),
+        (lambda inputs: (inputs.logp, {"plugin/each": inputs.logp}), "'plugin/each' as a tensor of shape (2, 3)"),
+        (lambda inputs: (inputs.logp, {"plugin/number": 0.5}), "'plugin/number' as a float"),
+    ],
+)
+def test_a_wrong_loss_is_refused(function, words):
+    with pytest.raises(UserError) as caught:
+        checked_loss(function, "mine.py:loss")(INPUTS)
+    assert caught.value.field == LOSS_FIELD and "mine.py:loss" in str(caught.value) and words in str(caught.value)
+
+
+def test_a_right_loss_passes_and_its_metrics_carry_no_gradient():
+    loss, metrics = checked_loss(lambda inputs: (-inputs.logp, {"plugin/mean": inputs.logp.mean()}), "mine.py:loss")(INPUTS)
+    assert loss.shape == (2, 3) and loss.requires_grad
+    assert not metrics["plugin/mean"].requires_grad and metrics["plugin/mean"].shape == ()
+
+
+@pytest.mark.parametrize("result", [torch.ones(2, 3), (torch.ones(2), torch.ones(2, 3)), (torch.ones(2, 3), None)])
+def test_a_wrong_estimator_is_refused(result):
+    with pytest.raises(UserError) as caught:
+        checked_estimator(lambda inputs: result, "mine.py:estimate")(ADVANTAGE_INPUTS)
+    assert caught.value.field == ESTIMATOR_FIELD
+
+
+def test_a_right_estimator_is_masked():
+    advantages, returns = checked_estimator(lambda inputs: (torch.ones(2, 3), torch.ones(2, 3)), "mine.py:estimate")(ADVANTAGE_INPUTS)
+    assert torch.equal(advantages, MASK.float()) and torch.equal(returns, MASK.float())
