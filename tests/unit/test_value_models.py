@@ -79,15 +79,19 @@ def test_token_classifier_scores_with_its_bias(tmp_path):
     torch.testing.assert_close(scores(load_reward_model(str(tmp_path), device=CPU)), expected, rtol=1e-5, atol=1e-5)
 
 
+def with_trl_head(folder, bias):
+    """Save a causal LM with TRL's value head; return the model and the head's weight. A bias is 0.7."""
+    plain = plain_model(AutoModelForCausalLM)
+    plain.save_pretrained(folder)
+    weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    head = {"v_head.summary.weight": weight} | ({"v_head.summary.bias": torch.tensor([0.7])} if bias else {})
+    save_file(load_file(folder / "model.safetensors") | head, folder / "model.safetensors", metadata={"format": "pt"})
+    return plain, weight
+
+
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_trl_value_head(with_bias, tmp_path):
-    plain = plain_model(AutoModelForCausalLM)
-    plain.save_pretrained(tmp_path)
-    weight, bias = torch.randn(1, 32, generator=torch.Generator().manual_seed(1)), torch.tensor([0.7])
-    tensors = load_file(tmp_path / "model.safetensors") | {"v_head.summary.weight": weight}
-    if with_bias:
-        tensors["v_head.summary.bias"] = bias
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    plain, weight = with_trl_head(tmp_path, with_bias)
     expected = torch.stack([(weight @ last_hidden(plain, text))[0] for text in TEXTS]) + with_bias * 0.7
     torch.testing.assert_close(scores(load_reward_model(str(tmp_path), device=CPU)), expected, rtol=1e-5, atol=1e-5)
 
@@ -109,6 +113,50 @@ def test_critic_starts_at_zero_and_comes_back_from_an_exported_folder(model_type
 
     save_hf_model(critic, load_tokenizer(str(BUILTIN_FOLDER)), tmp_path / "critic")
     assert torch.equal(scores(load_reward_model(str(tmp_path / "critic"), device=CPU)), scores(critic))
+
+
+def exported_critic(folder):
+    plain_model(AutoModelForCausalLM, tie_word_embeddings=True).save_pretrained(folder / "policy")
+    critic = load_value_model(str(folder / "policy"), device=CPU)
+    with torch.no_grad():
+        output_head(critic).weight.copy_(torch.randn(1, 32, generator=torch.Generator().manual_seed(1)))
+    save_hf_model(critic, load_tokenizer(str(BUILTIN_FOLDER)), folder)
+
+
+SCALAR_MODELS = {
+    "sequence-classifier": lambda folder: plain_model(AutoModelForSequenceClassification, num_labels=1).save_pretrained(folder),
+    "token-classifier": lambda folder: plain_model(AutoModelForTokenClassification, "qwen2", num_labels=1).save_pretrained(folder),
+    "trl": lambda folder: with_trl_head(folder, bias=False),
+    "trl-with-bias": lambda folder: with_trl_head(folder, bias=True),
+    "critic": exported_critic,
+}
+
+
+@pytest.mark.parametrize("kind", SCALAR_MODELS)
+def test_a_critic_starts_from_the_head_that_a_model_has_trains_on_and_is_exported(kind, tmp_path):
+    SCALAR_MODELS[kind](tmp_path)
+    expected = scores(load_reward_model(str(tmp_path), device=CPU))
+    assert expected.std() > 0.1
+    critic = load_value_model(str(tmp_path), device=CPU, gradient_checkpointing=True)
+    assert torch.equal(scores(critic), expected)
+
+    optimizer = ScheduledAdamW(dict(critic.named_parameters()), Schedule(1e-3, 0, 9), 0.0, (0.9, 0.999), 1e9)
+    engine = Fsdp2Engine(critic, optimizer, MicroBatching(None, None), device=CPU, dtype=torch.float32)
+    start = {name: tensor.detach().clone() for name, tensor in critic.named_parameters()}
+    engine.train_mini_batch([TokenSequence(list(range(2, 20)), [2, 4, 7], 0)], ValueHead(), lambda _, out: ((out.values - 1) ** 2).sum())
+    still = {name for name, tensor in critic.named_parameters() if torch.equal(tensor, start[name])}
+    assert not still
+
+    save_hf_model(critic, load_tokenizer(str(BUILTIN_FOLDER)), tmp_path / "exported")
+    for load in (load_reward_model, load_value_model):
+        assert torch.equal(scores(load(str(tmp_path / "exported"), device=CPU)), scores(critic))
+
+
+def test_a_classifier_of_two_labels_is_no_critic(tmp_path):
+    plain_model(AutoModelForSequenceClassification, num_labels=2).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="2 labels") as caught:
+        load_value_model(str(tmp_path), device=CPU)
+    assert caught.value.field == "critic.model.path"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -89,7 +89,7 @@ def load_model(
     config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
     model, loading = read_model(path, config, AutoModelForCausalLM, trust_remote_code=trust_remote_code, field=field)
     check_complete(path, loading, field)
-    _check_head(model, field)
+    check_head(model, field)
     return prepare_model(model, device, gradient_checkpointing=gradient_checkpointing, field=field)
 
 
@@ -101,7 +101,7 @@ def init_model(config_fields: dict[str, Any], *, seed: int, device: torch.device
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME)
-    _check_head(model, POLICY)
+    check_head(model, POLICY)
     return prepare_model(model, device, gradient_checkpointing=False, field=POLICY)
 
 
@@ -202,7 +202,12 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _check_head(model: PreTrainedModel, field: str) -> None:
+def check_head(model: PreTrainedModel, field: str) -> None:
+    """Refuse a causal LM whose output head is more than a matrix.
+
+    Raises:
+        UserError: naming `field`.
+    """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise UserError(

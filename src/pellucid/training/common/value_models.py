@@ -1,7 +1,7 @@
 """Models whose output is one number a token: the critic, and reward models that others trained.
 
 A value model is a causal LM whose output head [V, H] is replaced by a [1, H] one, so that everything that packs, trains and
-stores a policy serves it as well; `output_head` returns that head.
+stores a policy serves it as well; `output_head` returns that head. Classifiers with one label have such a head already.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils.hub import cached_file
@@ -21,7 +22,7 @@ from transformers.utils.hub import cached_file
 from pellucid.errors import UserError
 from pellucid.training.common.models import (
     check_complete,
-    load_model,
+    check_head,
     model_folder,
     model_tensors,
     output_head,
@@ -38,8 +39,8 @@ _CLASSIFIERS = {
 }
 _TRL_WEIGHT, _TRL_BIAS = "v_head.summary.weight", "v_head.summary.bias"
 _ACCEPTED = (
-    "Give a …ForSequenceClassification or …ForTokenClassification model with num_labels 1, a critic that Pellucid saved, or a "
-    "causal language model with TRL's value head (v_head.summary)."
+    "Give a …ForSequenceClassification or …ForTokenClassification model with num_labels 1, a critic that "
+    "`pellucid export --critic` wrote, or a causal language model with TRL's value head (v_head.summary)."
 )
 
 
@@ -52,21 +53,19 @@ def load_value_model(
     gradient_checkpointing: bool = False,
     field: str = CRITIC,
 ) -> PreTrainedModel:
-    """Return a critic that values everything at 0: the causal LM at `path` with a zero [1, H] head in place of its own.
+    """Return a trainable critic in float32 on `device`: whatever `load_reward_model` takes, with the scalar head that it has.
+
+    A plain causal LM gets a zero [1, H] head in place of its own, and so values everything at 0.
 
     Raises:
-        UserError: as `load_model`, naming `field`.
+        UserError: `field` names a classifier of several labels, or a model that the packed path does not compute.
     """
-    model = load_model(
-        path,
-        device=device,
-        override_config=override_config,
-        trust_remote_code=trust_remote_code,
-        gradient_checkpointing=gradient_checkpointing,
-        field=field,
-    )
-    _set_scalar_head(model, torch.zeros(1, output_head(model).in_features), None)
-    return model
+    config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
+    model, has_head = _read_value_model(path, config, trust_remote_code=trust_remote_code, field=field)
+    if not has_head:
+        check_head(model, field)
+        _set_scalar_head(model, torch.zeros(1, output_head(model).in_features), None)
+    return prepare_model(model, device, gradient_checkpointing=gradient_checkpointing, field=field)
 
 
 def load_reward_model(
@@ -79,34 +78,38 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Return a frozen reward model in float32 on `device`; the score of a text is its head's output at the last token.
 
-    Taken are a sequence or token classifier with one label, a critic saved by `save_hf_model`, and a causal LM with TRL's
-    value head.
+    Taken are a sequence or token classifier with one label, a critic written by `save_hf_model` (`pellucid export --critic`),
+    and a causal LM with TRL's value head.
 
     Raises:
         UserError: `field` names none of these, or one that the packed path does not compute.
     """
     config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
+    model, has_head = _read_value_model(path, config, trust_remote_code=trust_remote_code, field=field)
+    if not has_head:
+        raise UserError(field, f"'{path}' ({type(model).__name__}) has no scalar head, so it scores nothing.", _ACCEPTED)
+    return prepare_model(model, device, gradient_checkpointing=False, field=field).requires_grad_(False)
+
+
+def _read_value_model(
+    path: str, config: PretrainedConfig, *, trust_remote_code: bool, field: str
+) -> tuple[PreTrainedModel, bool]:
+    """Return the model as its file has it, and whether its output is one number a token; a plain causal LM's is not."""
     architecture = (config.architectures or [""])[0]
     options = {"trust_remote_code": trust_remote_code, "field": field}
     for ending, auto_class in _CLASSIFIERS.items():
         if architecture.endswith(ending):
             model, loading = read_model(path, config, auto_class, **options)
             check_complete(path, loading, field)
-            _check_one_label(model, path, field)
-            break
-    else:
-        model, loading = read_model(path, config, AutoModelForCausalLM, **options)
-        _adopt_scalar_head(model, loading, path, field)
-    return prepare_model(model, device, gradient_checkpointing=False, field=field).requires_grad_(False)
+            if (labels := model.config.num_labels) != 1:
+                raise UserError(field, f"'{path}' is a classifier of {labels} labels, not of one.", _ACCEPTED)
+            return model, True
+    model, loading = read_model(path, config, AutoModelForCausalLM, **options)
+    return model, _adopt_scalar_head(model, loading, path, field)
 
 
-def _check_one_label(model: PreTrainedModel, path: str, field: str) -> None:
-    if model.config.num_labels != 1:
-        raise UserError(field, f"'{path}' is a classifier of {model.config.num_labels} labels, not of one.", _ACCEPTED)
-
-
-def _adopt_scalar_head(model: PreTrainedModel, loading: dict[str, Any], path: str, field: str) -> None:
-    """Give a causal LM the [1, H] head that its file holds: under the head's own name, or under TRL's."""
+def _adopt_scalar_head(model: PreTrainedModel, loading: dict[str, Any], path: str, field: str) -> bool:
+    """Give a causal LM the [1, H] head that its file holds, under the head's own name or under TRL's; return whether it does."""
     head = model.get_output_embeddings()
     name = next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
     shape = next((shape for found, shape, _ in loading["mismatched_keys"] if found == name and shape[0] == 1), None)
@@ -114,14 +117,18 @@ def _adopt_scalar_head(model: PreTrainedModel, loading: dict[str, Any], path: st
         check_complete(path, loading, field, but=name)
         # Some architectures call the head differently on disk, so it is the [1, H] tensor that is no other one's.
         others = model_tensors(model).keys() - {name}
-        found = _read_tensors(path, lambda key, size: key not in others and list(size) == list(shape), field)
-        _set_scalar_head(model, next(iter(found.values())), None)
-    elif _TRL_WEIGHT in loading["unexpected_keys"]:
-        check_complete(path, loading, field)
+        weights = _read_tensors(path, lambda key, size: key not in others and list(size) == list(shape), field)
+        stored, weight = next(iter(weights.items()))
+        bias = stored.removesuffix("weight") + "bias"
+        biases = _read_tensors(path, lambda key, _: key == bias, field) if bias in loading["unexpected_keys"] else {}
+        _set_scalar_head(model, weight, biases.get(bias))
+        return True
+    check_complete(path, loading, field)
+    if _TRL_WEIGHT in loading["unexpected_keys"]:
         found = _read_tensors(path, lambda key, _: key in (_TRL_WEIGHT, _TRL_BIAS), field)
         _set_scalar_head(model, found[_TRL_WEIGHT], found.get(_TRL_BIAS))
-    else:
-        raise UserError(field, f"'{path}' ({type(model).__name__}) has no scalar head, so it scores nothing.", _ACCEPTED)
+        return True
+    return False
 
 
 def _set_scalar_head(model: PreTrainedModel, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
