@@ -20,6 +20,9 @@ BASE = [
 ]
 GAE = ["algorithm.adv_estimator=gae"]
 KL_REWARD = ["algorithm.use_kl_in_reward=true"]
+KL_LOSS = [f"{ACTOR}.use_kl_loss=true"]
+EXACT_LOSS, EXACT_REWARD = [*KL_LOSS, f"{ACTOR}.kl_loss_type=full"], [*KL_REWARD, "algorithm.kl_penalty=full"]
+REF = "actor_rollout_ref.ref"
 
 
 def load(*overrides):
@@ -76,6 +79,10 @@ def error_of(*overrides) -> UserError:
         (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type", ["use_kl_in_reward: true"]),
         ([*KL_REWARD, "algorithm.kl_ctrl.target_kl=0.2"], "algorithm.kl_ctrl.target_kl", ["kl_ctrl.type: adaptive"]),
         ([*KL_REWARD, "algorithm.kl_ctrl.horizon=5"], "algorithm.kl_ctrl.horizon", ["kl_ctrl.type: adaptive"]),
+        *(
+            ([*exact, f"{REF}.log_prob_max_token_len_per_gpu=4096"], f"{REF}.log_prob_max_token_len_per_gpu", ["4096 has no effect", "than full"])
+            for exact in (EXACT_LOSS, EXACT_REWARD, EXACT_LOSS + EXACT_REWARD)
+        ),
         (["algorithm.filter_groups.metric=score"], "algorithm.filter_groups.metric", ["filter_groups.enable: true"]),
         (["algorithm.filter_groups.max_num_gen_batches=3"], "algorithm.filter_groups.max_num_gen_batches", ["no effect"]),
         ([f"{LOSS}.clip_cov_lb=0.5"], f"{LOSS}.clip_cov_lb", ["with loss_mode: vanilla", "clip_cov"]),
@@ -150,6 +157,31 @@ def test_a_combination_that_does_not_work_is_refused(overrides, field, words):
 )  # fmt: skip
 def test_combinations_that_work_load_without_a_word(overrides):
     assert load(*overrides).notices == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_critic", "needs_reference", "samples_kl"),
+    [
+        ([], False, False, False),
+        (GAE, True, False, False),
+        (["algorithm.adv_estimator='my.py:mine'"], False, False, False),
+        (KL_LOSS, False, True, True),
+        (KL_REWARD, False, True, True),
+        (EXACT_LOSS, False, True, False),
+        (EXACT_REWARD, False, True, False),
+        (EXACT_LOSS + EXACT_REWARD, False, True, False),
+        (EXACT_LOSS + KL_REWARD, False, True, True),
+        (KL_LOSS + EXACT_REWARD, False, True, True),
+    ],
+)
+def test_the_config_says_which_models_a_run_needs(overrides, has_critic, needs_reference, samples_kl):
+    config = load(*overrides).config
+    assert (config.has_critic, config.needs_reference, config.samples_kl) == (has_critic, needs_reference, samples_kl)
+
+
+def test_the_reference_keys_act_while_one_kl_term_is_estimated():
+    for overrides in (EXACT_LOSS + KL_REWARD, KL_LOSS + EXACT_REWARD):
+        assert load(*overrides, f"{REF}.log_prob_max_token_len_per_gpu=4096").config.samples_kl
 
 
 @pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean", "geo-mean"])

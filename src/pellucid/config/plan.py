@@ -13,7 +13,6 @@ from typing import Any
 
 from pellucid.config.plan_roles import role_rows
 from pellucid.config.schema import RunConfig
-from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS
 from pellucid.errors import UserError
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -220,19 +219,16 @@ def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int) -> Memory
     per_token = kept_bytes if policy.enable_gradient_checkpointing else layer_bytes * model.num_layers
     sequences = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n)
     cached_tokens = sequences * (rollout.prompt_length + rollout.response_length)
-    needs_reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return Memory(
         weights=weights,
         gradients=trained,
         optimizer=2 * trained,
         # Under LoRA the reference is the actor's own base.
-        reference=weights if needs_reference and not policy.lora_rank else 0,
+        reference=weights if config.needs_reference and not policy.lora_rank else 0,
         activations=micro_tokens * per_token,
         logits_chunk=min(_LOGITS_CHUNK_BYTES, 4 * micro_tokens * model.vocab_size),
         kv_cache=cached_tokens * 2 * model.num_layers * model.num_kv_heads * model.head_dim * width,
-        critic=16 * _size_of(config.critic.model.path, config, model)
-        if config.algorithm.adv_estimator in CRITIC_ESTIMATORS
-        else 0,
+        critic=16 * _size_of(config.critic.model.path, config, model) if config.has_critic else 0,
         reward_model=4 * _size_of(config.reward_model.model.path, config, model) if config.reward_model.enable else 0,
     )
 

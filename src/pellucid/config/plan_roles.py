@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pellucid.config.schema import AlgorithmConfig, RejectionRuleConfig, RunConfig
-from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS
 
 
 def role_rows(
@@ -43,7 +42,7 @@ def _algorithm(config: RunConfig) -> str:
 
 def _critic(config: RunConfig) -> str:
     critic, prompts, warmup = config.critic, config.data.train_batch_size, config.trainer.critic_warmup
-    if config.algorithm.adv_estimator not in CRITIC_ESTIMATORS:
+    if not config.has_critic:
         return ""
     passes = f" × {critic.ppo_epochs} epochs" if critic.ppo_epochs > 1 else ""
     rest = f"; it learns alone for the first {warmup} steps" if warmup else ""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pellucid.config.fields import NULL_IS_OFF, Range
 from pellucid.config.schema.actor import ActorConfig, OptimConfig, RefConfig
-from pellucid.config.schema.algorithm import AlgorithmConfig
+from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmConfig
 from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.data import DataConfig, SftDataConfig
 from pellucid.config.schema.model import ModelConfig, SftModelConfig
@@ -46,6 +46,26 @@ class RunConfig:
     """From rewards to advantages."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run: its length, device, logs and checkpoints."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator needs a value model."""
+        return self.algorithm.adv_estimator in CRITIC_ESTIMATORS
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term, in the loss or in the reward, compares the policy to the reference model."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def samples_kl(self) -> bool:
+        """Whether a KL term is estimated from the sampled tokens, which needs the reference's log-probs of them.
+
+        The exact one (`full`) does not: there the actor's micro-batches pass through the reference as well.
+        """
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        in_loss = actor.use_kl_loss and actor.kl_loss_type != "full"
+        return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty != "full")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pellucid.config.schema import ActorConfig, CriticConfig, RunConfig
-from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS
 from pellucid.errors import UserError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -18,10 +17,10 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     """Yield a mistake for each split that does not come out."""
     actor, critic, ref = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
     yield from _update(ACTOR, actor, config)
-    if config.algorithm.adv_estimator in CRITIC_ESTIMATORS and _cut(critic) != _cut(actor):
+    if config.has_critic and _cut(critic) != _cut(actor):
         yield from _update("critic", critic, config)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+    if config.samples_kl:
         size, dynamic = ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz
         if (size, dynamic) != (actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz):
             yield from _micro(

@@ -13,7 +13,6 @@ from typing import Any
 from pellucid.config.convert import defaults_tree
 from pellucid.config.fields import is_import_path
 from pellucid.config.schema import RunConfig
-from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS
 from pellucid.errors import UserError
 
 _ALGORITHM, _ACTOR, _LOSS = "algorithm", "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
@@ -76,10 +75,6 @@ def _of_losses(section: str, keys: tuple[str, ...], *names: str) -> Effect:
     )
 
 
-def _has_critic(config: RunConfig) -> bool:
-    return config.algorithm.adv_estimator in CRITIC_ESTIMATORS
-
-
 def _has_weights(config: RunConfig) -> bool:
     return config.algorithm.rollout_is_threshold is not None
 
@@ -107,9 +102,9 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         "actor_rollout_ref.ref",
         (),
-        lambda config: config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
-        "while no KL term needs a reference model",
-        f"Set {_ACTOR}.use_kl_loss: true",
+        lambda config: config.samples_kl,
+        "while no KL term is estimated from sampled tokens (full runs the reference on the actor's micro-batches)",
+        f"Set {_ACTOR}.use_kl_loss: true, with another kl_loss_type than full",
     ),
     _of_estimators(("lam",), "gae"),
     _of_estimators(("gamma",), "gae", "reinforce_plus_plus"),
@@ -121,11 +116,17 @@ EFFECTS: tuple[Effect, ...] = (
         "algorithm.filter_groups.enable",
         lambda config: config.algorithm.filter_groups.enable,
     ),
-    Effect("critic", (), _has_critic, "with adv_estimator: {estimator}, which has no critic", "Set adv_estimator: gae"),
+    Effect(
+        "critic",
+        (),
+        lambda config: config.has_critic,
+        "with adv_estimator: {estimator}, which has no critic",
+        "Set adv_estimator: gae",
+    ),
     Effect(
         "trainer",
         ("critic_warmup",),
-        _has_critic,
+        lambda config: config.has_critic,
         "with adv_estimator: {estimator}, which has no critic",
         "Set adv_estimator: gae",
     ),

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.actor import OptimConfig
-from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS
 from pellucid.errors import UserError
 
 
@@ -54,7 +53,7 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             f"Set it below {steps}, or trainer.total_training_steps higher.",
         )
     yield from _warmup("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
-    if config.algorithm.adv_estimator in CRITIC_ESTIMATORS:
+    if config.has_critic:
         yield from _warmup("critic.optim", config.critic.optim)
 
 
