@@ -54,7 +54,23 @@ def error_of(*overrides, base=BASE, **kwargs) -> UserError:
         ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ["grpo compares", "every advantage is 0"]),
         ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.n", ["4 times the same text"]),
         ([f"{ROLLOUT}.val_kwargs.n=2"], f"{ROLLOUT}.val_kwargs.n", ["2 times the same text"]),
-        ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ["divides the logits by zero"]),
+        ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ["divides the logits by zero", "temperature: 1.0"]),
+        (
+            [
+                f"{ROLLOUT}.temperature=0",
+                f"{ROLLOUT}.do_sample=false",
+                f"{ROLLOUT}.n=1",
+                "data.val_files=x",
+                "trainer.val_only=true",
+            ],
+            f"{ROLLOUT}.temperature",
+            ["log-probabilities are of the temperature-scaled", "do_sample: false"],
+        ),
+        (
+            [f"{ROLLOUT}.val_kwargs.temperature=0", f"{ROLLOUT}.val_kwargs.do_sample=true"],
+            f"{ROLLOUT}.val_kwargs.temperature",
+            ["while do_sample is true", "val_kwargs.do_sample: false"],
+        ),
         ([f"{ROLLOUT}.dtype=bf16"], f"{ROLLOUT}.dtype", ["bfloat16", "float32", "own weights"]),
         ([f"{ROLLOUT}.response_length=16"], f"{ROLLOUT}.response_length", ["data.max_response_length is 512"]),
         ([f"{ACTOR}.loss_scale_factor=10"], f"{ACTOR}.loss_scale_factor", ["seq-mean-token-sum-norm"]),
@@ -115,10 +131,10 @@ def test_a_broken_rule_names_the_key_and_the_arithmetic(overrides, field, words)
         [
             f"{ROLLOUT}.n=1",
             f"{ROLLOUT}.do_sample=false",
-            f"{ROLLOUT}.temperature=0",
             "data.val_files=x",
             "trainer.val_only=true",
         ],
+        [f"{ROLLOUT}.val_kwargs.temperature=0"],
     ],
 )
 def test_settings_that_fit_together_load(overrides):

@@ -55,7 +55,8 @@ class RolloutConfig:
     n: Positive = 1
     """Responses sampled per prompt; they form the group whose rewards are compared."""
     temperature: Temperature = 1.0
-    """Divisor of the logits: below 1 sharper, above 1 more random. Log-probabilities are of the scaled distribution."""
+    """Divisor of the logits, above 0: below 1 sharper, above 1 more random. Log-probabilities are of the scaled
+    distribution."""
     top_p: TopP = 1.0
     """Sample from the smallest set of tokens that holds this much probability; 1 means all."""
     top_k: TopK = -1

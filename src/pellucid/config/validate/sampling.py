@@ -25,12 +25,19 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
                 f"{sampling.n} samples with do_sample: false are {sampling.n} times the same text.",
                 f"Set {section}.do_sample: true, or n: 1.",
             )
-        if sampling.do_sample and sampling.temperature == 0:
-            yield UserError(
-                f"{section}.temperature",
-                "0 divides the logits by zero while do_sample is true.",
-                f"Set it above 0, or {section}.do_sample: false for greedy decoding.",
-            )
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        yield UserError(
+            f"{ROLLOUT}.val_kwargs.temperature",
+            "0 divides the logits by zero while do_sample is true.",
+            f"Set it above 0, or {ROLLOUT}.val_kwargs.do_sample: false for greedy decoding.",
+        )
+    if rollout.temperature == 0:
+        yield UserError(
+            f"{ROLLOUT}.temperature",
+            "0 divides the logits by zero: training's log-probabilities are of the temperature-scaled distribution, "
+            "however responses are sampled.",
+            "Set it above 0; for greedy decoding, temperature: 1.0 and do_sample: false.",
+        )
     if rollout.dtype != model.dtype:
         yield UserError(
             f"{ROLLOUT}.dtype",
