@@ -20,6 +20,7 @@ BASE = [
 ]
 GAE = ["algorithm.adv_estimator=gae"]
 KL_REWARD = ["algorithm.use_kl_in_reward=true"]
+ADAPTIVE = [*KL_REWARD, "algorithm.kl_ctrl.type=adaptive"]
 KL_LOSS = [f"{ACTOR}.use_kl_loss=true"]
 EXACT_LOSS, EXACT_REWARD = [*KL_LOSS, f"{ACTOR}.kl_loss_type=full"], [*KL_REWARD, "algorithm.kl_penalty=full"]
 REF = "actor_rollout_ref.ref"
@@ -79,6 +80,17 @@ def error_of(*overrides) -> UserError:
         (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type", ["use_kl_in_reward: true"]),
         ([*KL_REWARD, "algorithm.kl_ctrl.target_kl=0.2"], "algorithm.kl_ctrl.target_kl", ["kl_ctrl.type: adaptive"]),
         ([*KL_REWARD, "algorithm.kl_ctrl.horizon=5"], "algorithm.kl_ctrl.horizon", ["kl_ctrl.type: adaptive"]),
+        ([*ADAPTIVE, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef", ["0 stays 0", "type: fixed"]),
+        (
+            [*ADAPTIVE, "algorithm.kl_ctrl.horizon=6"],
+            "algorithm.kl_ctrl.horizon",
+            ["8 prompts × 4 samples", "0.2 × 32 ÷ 6 = 1.07", "above 0.2 × 32 = 6.4"],
+        ),
+        (
+            [*ADAPTIVE, "algorithm.kl_ctrl.horizon=8", f"{ROLLOUT}.n=5"],
+            "algorithm.kl_ctrl.horizon",
+            ["0.2 × 40 ÷ 8 = 1 of itself"],
+        ),
         *(
             ([*exact, f"{REF}.log_prob_max_token_len_per_gpu=4096"], f"{REF}.log_prob_max_token_len_per_gpu", ["4096 has no effect", "than full"])
             for exact in (EXACT_LOSS, EXACT_REWARD, EXACT_LOSS + EXACT_REWARD)
@@ -146,6 +158,8 @@ def test_a_combination_that_does_not_work_is_refused(overrides, field, words):
         [f"{LOSS}.loss_mode=clip-cov", f"{LOSS}.clip_cov_lb=0.5", f"{ACTOR}.clip_ratio=0.3"],
         [f"{LOSS}.loss_mode='my.py:mine'", f"{LOSS}.dro_beta=0.5", f"{ACTOR}.clip_ratio_c=2"],
         [*KL_REWARD, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2", "algorithm.kl_penalty=full"],
+        [*ADAPTIVE, "algorithm.kl_ctrl.horizon=7"],
+        [*KL_REWARD, "algorithm.kl_ctrl.kl_coef=0"],
         [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3+"],
         ["algorithm.filter_groups={enable: true, metric: null, max_num_gen_batches: 0}"],
         ["algorithm.filter_groups=null", "critic=null"],

@@ -53,7 +53,29 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             "an empty list gives no module an adapter, so nothing would be trained.",
             "Name modules, or set it to all-linear.",
         )
+    if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.type == "adaptive":
+        yield from _adaptive_kl(config)
     yield from _reward(config)
+
+
+def _adaptive_kl(config: RunConfig) -> Iterator[UserError]:
+    """Yield what would leave the steered weight of the KL penalty at 0, or take it below."""
+    control = config.algorithm.kl_ctrl
+    prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    if control.kl_coef == 0:
+        yield UserError(
+            "algorithm.kl_ctrl.kl_coef",
+            "adaptive control multiplies the weight each step, and 0 stays 0.",
+            "Set it above 0, e.g. 0.001, or algorithm.kl_ctrl.type: fixed.",
+        )
+    samples = prompts * num_samples
+    if 5 * control.horizon <= samples:
+        yield UserError(
+            "algorithm.kl_ctrl.horizon",
+            f"a step of {prompts} prompts × {num_samples} samples can change the weight by 0.2 × {samples} ÷ "
+            f"{control.horizon} = {0.2 * samples / control.horizon:.3g} of itself: down to 0 or below.",
+            f"Set it well above 0.2 × {samples} = {0.2 * samples:g}, e.g. {max(10000, 10 * samples)}.",
+        )
 
 
 def _reward(config: RunConfig) -> Iterator[UserError]:
