@@ -27,6 +27,9 @@ VERLS = f"{A}.rollout_correction"
 NO_LOG_PROBS, LOG_PROBS = f"{ROLLOUT}.calculate_log_probs=false", f"{ROLLOUT}.calculate_log_probs"
 GEOMETRIC = f"{A}.rollout_rs=[{{statistic: k1, level: seq_mean, lower: 0.999, upper: 1.001}}]"
 
+TWO_RULES = f"{A}.rollout_rs=[{{statistic: k3, level: seq_max, upper: 1}}, {{statistic: k1, level: token, upper: 2}}]"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+
 
 def load(*overrides):
     return load_config(None, [*BASE, *overrides])
@@ -69,6 +72,10 @@ def error_of(*overrides) -> UserError:
         ([*BYPASS, f"{A}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=gspo"], f"{ACTOR}.policy_loss.loss_mode", ["gspo is not used"]),
         ([*BYPASS, f"{A}.loss_type=reinforce", f"{ACTOR}.clip_ratio=0.3"], f"{ACTOR}.clip_ratio", ["algorithm.loss_type: reinforce"]),
         ([*BYPASS, *ON], f"{A}.rollout_is", ["count it twice"]),
+        *(
+            ([*BYPASS, TWO_RULES, f"{LOSS_MODE}={loss}"], f"{A}.rollout_rs[1].level", [f"that {loss} takes", "seq_mean"])
+            for loss in ("gspo", "sapo", "geo_mean")
+        ),
         ([*ON, f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p", ["0.9", "biased"]),
         ([GEOMETRIC, f"{ROLLOUT}.top_k=20"], f"{ROLLOUT}.top_k", ["20"]),
         ([*BYPASS, f"{ROLLOUT}.top_k=20"], f"{ROLLOUT}.top_k", ["biased"]),
@@ -100,11 +107,21 @@ def test_a_correction_that_cannot_work_is_refused(overrides, field, words):
         [f"{A}.rollout_rs=[{{statistic: k2, level: seq_max}}]", f"{A}.rollout_rs_threshold=0.5"],
         [*BYPASS, f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.use_kl_loss=true"],
         [*BYPASS, f"{A}.loss_type=reinforce", *ON],
+        [*BYPASS, f"{A}.loss_type=reinforce", TWO_RULES],
+        [*BYPASS, TWO_RULES],
         [f"{A}.rollout_rs=null"],
     ],
 )
 def test_corrections_that_work_load_without_a_word(overrides):
     assert load(*overrides).notices == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[TWO_RULES, f"{LOSS_MODE}=gspo"], [*BYPASS, GEOMETRIC, f"{LOSS_MODE}=gspo"]],
+)
+def test_sequence_losses_take_token_rules_outside_bypass_mode_and_sequence_rules_in_it(overrides):
+    assert load(*overrides).config.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
 
 
 @pytest.mark.parametrize(

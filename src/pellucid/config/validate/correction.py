@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pellucid.config.schema import AlgorithmConfig, RejectionRuleConfig, RunConfig
+from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
 from pellucid.errors import UserError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -134,6 +135,15 @@ def _bypass(config: RunConfig) -> Iterator[UserError]:
             "in bypass mode the loss's own ratio is π_θ ÷ π_rollout already; weights would count it twice.",
             "Set it to false, or algorithm.loss_type: reinforce.",
         )
+    if algorithm.loss_type == "ppo_clip" and loss in SEQUENCE_MEAN_LOSSES:
+        for index, rule in enumerate(algorithm.rollout_rs):
+            if rule.level == "token":
+                yield UserError(
+                    f"algorithm.rollout_rs[{index}].level",
+                    "token: in bypass mode a rejected token gets loss 0, but stays in the mean over its sequence that "
+                    f"{loss} takes.",
+                    "Reject whole sequences: level seq_mean, seq_sum or seq_max.",
+                )
 
 
 def unusual(config: RunConfig) -> Iterator[str]:
