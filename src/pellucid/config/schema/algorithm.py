@@ -135,5 +135,5 @@ class AlgorithmConfig:
     bypass_mode: bool = False
     """Take the rollout's log-probabilities for π_old and skip that forward pass."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """Loss in bypass mode: the one of `policy_loss.loss_mode`, whose ratio is then π_θ ÷ π_rollout, or REINFORCE with
-    explicit weights and no clipping."""
+    """Loss in bypass mode: the one of `policy_loss.loss_mode`, whose ratio is then π_θ ÷ π_rollout, or REINFORCE
+    without clipping, weighted by π_θ ÷ π_rollout only when `rollout_is` is true."""
