@@ -261,6 +261,17 @@ def test_the_plan_says_what_is_switched_on():
     assert reward["reward"] == "0.5 × score of m, 1 × rule, penalty growing to 1 over the last 9 tokens"
 
 
+def test_the_policy_learns_before_the_run_ends():
+    """8 prompts a step: 80 of them are 10 steps an epoch."""
+    warm = [*GAE, "trainer.critic_warmup=20"]
+    with pytest.raises(UserError, match=r"critic_warmup.*rests for 20 steps, and the run has 20: it never learns"):
+        rows(*warm, "trainer.total_epochs=2")
+    with pytest.raises(UserError, match="the run has 10"):
+        rows(*warm)
+    assert "20 steps" in rows(*warm, "trainer.total_epochs=3")["critic"]
+    assert "20 steps" in rows(*warm, "data.val_files=x", "trainer.val_only=true")["critic"]
+
+
 def test_the_plan_counts_an_adapter_and_no_reference_under_lora():
     lora = [f"{MODEL}.lora_rank=4", f"{ACTOR}.use_kl_loss=true"]
     plan = build_plan(load(*lora).config, 80, FACTS)

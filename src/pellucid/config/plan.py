@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pellucid.config.convert import raise_all
 from pellucid.config.plan_roles import role_rows
 from pellucid.config.schema import RunConfig
+from pellucid.config.validate.run import critic_warmup_mistakes
 from pellucid.errors import UserError
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -147,7 +149,7 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         model: its shape; None leaves the memory estimate out.
 
     Raises:
-        UserError: the prompts do not fill one step.
+        UserError: the prompts do not fill one step, or the run ends before the policy starts to learn.
     """
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     prompts, mini = data.train_batch_size, actor.ppo_mini_batch_size
@@ -160,6 +162,8 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
             if num_train_prompts
             else "Give training rows.",
         )
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch
+    raise_all([*critic_warmup_mistakes(config.trainer, total_steps)])
     longest = data.max_prompt_length + data.max_response_length
     mini_samples, exact = mini * rollout.n, not actor.use_dynamic_bsz
     if exact:
@@ -189,7 +193,7 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         micro_batches_exact=exact,
         num_train_prompts=num_train_prompts,
         steps_per_epoch=steps_per_epoch,
-        total_steps=config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch,
+        total_steps=total_steps,
         max_prompt_length=data.max_prompt_length,
         max_response_length=data.max_response_length,
         max_tokens_per_step=prompts * rollout.n * longest,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.actor import OptimConfig
+from pellucid.config.schema.trainer import TrainerConfig
 from pellucid.errors import UserError
 
 
@@ -45,16 +46,21 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     custom = data.custom_cls
     if (custom.path is None) != (custom.name is None):
         yield UserError("data.custom_cls", "path and name go together.", "Set both, or neither.")
-    steps = trainer.total_training_steps
-    if steps is not None and 0 < steps <= trainer.critic_warmup:
-        yield UserError(
-            "trainer.critic_warmup",
-            f"the policy rests for {trainer.critic_warmup} steps, and the run has {steps}: it never learns.",
-            f"Set it below {steps}, or trainer.total_training_steps higher.",
-        )
+    if trainer.total_training_steps is not None:
+        yield from critic_warmup_mistakes(trainer, trainer.total_training_steps)
     yield from _warmup("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
     if config.has_critic:
         yield from _warmup("critic.optim", config.critic.optim)
+
+
+def critic_warmup_mistakes(trainer: TrainerConfig, total_steps: int) -> Iterator[UserError]:
+    """Yield a mistake when the critic's head start lasts the whole run; `build_plan` asks once it knows the length."""
+    if not trainer.val_only and total_steps <= trainer.critic_warmup:
+        yield UserError(
+            "trainer.critic_warmup",
+            f"the policy rests for {trainer.critic_warmup} steps, and the run has {total_steps}: it never learns.",
+            f"Set it below {total_steps}, or make the run longer (trainer.total_training_steps, trainer.total_epochs).",
+        )
 
 
 def _warmup(section: str, optim: OptimConfig) -> Iterator[UserError]:
