@@ -19,6 +19,8 @@ BASE = [
     f"{ROLLOUT}.n=4",
 ]
 GAE = ["algorithm.adv_estimator=gae"]
+GDPO = ["algorithm.adv_estimator=gdpo"]
+JUDGE = ["reward_model.enable=true", "reward_model.model.path=m"]
 KL_REWARD = ["algorithm.use_kl_in_reward=true"]
 ADAPTIVE = [*KL_REWARD, "algorithm.kl_ctrl.type=adaptive"]
 KL_LOSS = [f"{ACTOR}.use_kl_loss=true"]
@@ -113,6 +115,8 @@ def error_of(*overrides) -> UserError:
         (["reward_model.model.path=m"], "reward_model.model.path", ["reward_model.enable: true"]),
         (["reward_model.micro_batch_size_per_gpu=4"], "reward_model.micro_batch_size_per_gpu", ["no effect"]),
         (["reward_model.weight=0.5"], "reward_model.weight", ["no effect"]),
+        ([*GDPO, *JUDGE, "reward_model.weight=0.5"], "reward_model.weight", ["0.5 has no effect", "gdpo", "gdpo_reward_weights"]),
+        ([*GDPO, "reward_model.rule_weight=2"], "reward_model.rule_weight", ["2.0 has no effect", "gdpo_reward_weights"]),
         (["reward_model.enable=true", "reward_model.model.path=m", "reward_model.weight=0"], "reward_model.weight", ["model's score out"]),
         (
             ["reward_model.enable=true", "reward_model.model.path=m", "reward_model.forward_max_token_len_per_gpu=1000"],
@@ -155,6 +159,8 @@ def test_a_combination_that_does_not_work_is_refused(overrides, field, words):
         ["algorithm.adv_estimator='my.py:mine'", f"{ROLLOUT}.n=1", "algorithm.lam=0.5", "algorithm.gamma=0.5"],
         ["algorithm.norm_adv_by_std_in_grpo=false"],
         ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_weights={acc: 1, format: 0.5}"],
+        [*GDPO, *JUDGE, "reward_model.rule_weight=0"],
+        [*JUDGE, "reward_model.rule_weight=2", "reward_model.weight=0.5"],
         [f"{LOSS}.loss_mode=clip-cov", f"{LOSS}.clip_cov_lb=0.5", f"{ACTOR}.clip_ratio=0.3"],
         [f"{LOSS}.loss_mode='my.py:mine'", f"{LOSS}.dro_beta=0.5", f"{ACTOR}.clip_ratio_c=2"],
         [*KL_REWARD, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2", "algorithm.kl_penalty=full"],

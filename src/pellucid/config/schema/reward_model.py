@@ -40,7 +40,7 @@ class OverlongBufferConfig:
     len: Positive | None = None
     """Tokens over which the penalty grows from 0; must be set when it is on."""
     penalty_factor: Annotated[float, Range(gt=0)] = 1.0
-    """Penalty at the length limit."""
+    """Penalty at the length limit; under gdpo it cancels when components are divided by their standard deviation."""
 
 
 @dataclass(frozen=True)

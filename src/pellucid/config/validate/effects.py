@@ -17,6 +17,8 @@ from pellucid.errors import UserError
 
 _ALGORITHM, _ACTOR, _LOSS = "algorithm", "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 _MODEL, _REWARD = "actor_rollout_ref.model", "reward_model"
+_GDPO = "with adv_estimator: gdpo, which normalises the components of the reward one by one"
+_GDPO_REMEDY = "Weigh the components with algorithm.gdpo_reward_weights"
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,20 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         _REWARD,
+        ("weight",),
+        lambda config: config.algorithm.adv_estimator != "gdpo",
+        _GDPO,
+        _GDPO_REMEDY,
+    ),
+    Effect(
+        _REWARD,
+        ("rule_weight",),
+        lambda config: config.algorithm.adv_estimator != "gdpo" or config.reward_model.rule_weight == 0,
+        _GDPO,
+        _GDPO_REMEDY,
+    ),
+    Effect(
+        _REWARD,
         ("forward_max_token_len_per_gpu",),
         lambda config: config.reward_model.enable and config.reward_model.micro_batch_size_per_gpu is None,
         "unless a reward model forms its passes by tokens",
@@ -210,8 +226,8 @@ def mistakes(config: RunConfig, changed: dict[str, Any]) -> Iterator[UserError]:
         "loss": "algorithm.loss_type: reinforce" if config.algorithm.loss_type == "reinforce" else f"loss_mode: {loss}",
     }
     for key, value in changed.items():
-        effect = next((effect for effect in EFFECTS if effect.covers(key)), None)
-        if effect is not None and not effect.acts(config):
+        effect = next((effect for effect in EFFECTS if effect.covers(key) and not effect.acts(config)), None)
+        if effect is not None:
             shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
             yield UserError(
                 key,
