@@ -39,7 +39,12 @@ def train(recipe: str, overrides: list[str], seed: int, folder: Path) -> None:
         sys.stderr.write(f"{folder.name} seed {seed} ended with status {done.returncode}; see {folder.with_suffix('.log')}\n")
 
 
-def summary(variant: str, folders: list[Path], metrics: list[str]) -> dict[str, Any]:
+def first_step(lines: list[dict[str, Any]], threshold: float) -> str:
+    """Return the first validated step whose accuracy is at least `threshold`, or a dash."""
+    return next((str(line["step"]) for line in lines if (line.get(ACCURACY) or 0.0) >= threshold), "–")
+
+
+def summary(variant: str, folders: list[Path], metrics: list[str], threshold: float | None) -> dict[str, Any]:
     """Return the table row of a variant: its accuracies over the seeds, minutes, and the last values of further metrics."""
     runs = [lines for folder in folders if (lines := read_metrics(folder / "metrics.jsonl"))]
     curves = [[line[ACCURACY] for line in lines if line.get(ACCURACY) is not None] for lines in runs]
@@ -48,6 +53,8 @@ def summary(variant: str, folders: list[Path], metrics: list[str]) -> dict[str, 
                            "before": f"{before:.1%}", "after": " ".join(f"{curve[-1]:.1%}" for curve in curves),
                            "mean": f"{mean(curve[-1] for curve in curves):.1%}", "best": f"{max(map(max, curves)):.1%}",
                            "minutes": mean(training_minutes(lines)[-1] for lines in runs)}
+    if threshold is not None:
+        row[f"first step at {threshold:.0%}"] = " ".join(first_step(lines, threshold) for lines in runs)
     for name in metrics:
         values = [[line[name] for line in lines if line.get(name) is not None] for lines in runs]
         row[f"{name}, mean and last"] = " ".join(f"{mean(v):.3g}/{v[-1]:.3g}" for v in values if v)
@@ -61,6 +68,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--metrics", nargs="*", default=[], help="further metrics for the table")
+    parser.add_argument("--threshold", type=float, default=None, help="also tell the first step at this accuracy")
     parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs (outputs/studies/NAME)")
     parser.add_argument("--json", type=Path, default=None)
@@ -74,7 +82,7 @@ def main() -> None:
                 for index, seed in enumerate(options.seeds) for name, own in variants.items() for folder in [folders[name][index]]]
         for job in track(jobs, description=options.study.stem):
             job.result()
-    report(options.study.stem, [summary(name, runs, options.metrics) for name, runs in folders.items()], options.json)
+    report(options.study.stem, [summary(name, runs, options.metrics, options.threshold) for name, runs in folders.items()], options.json)
     files = {name: [folder / "metrics.jsonl" for folder in runs] for name, runs in folders.items()}
     if options.plot is not None and len(files) > 1:
         plot_bands(files, ACCURACY, options.plot)
