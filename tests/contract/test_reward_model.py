@@ -6,6 +6,7 @@ from tiny import CPU, EOS, VOCABULARY
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from pellucid.errors import UserError
 from pellucid.roles.reward_model import RewardModel
 from pellucid.training.common.models import BUILTIN_FOLDER, load_tokenizer
 from pellucid.training.common.value_models import load_reward_model
@@ -69,9 +70,9 @@ def plain_scores(folder, texts: list[list[int]]) -> list[float]:
         return [float(model(torch.tensor([ids])).logits) for ids in texts]
 
 
-def reward_model(folder, tokenizer=None, cut: MicroBatching = CUTS["whole"]) -> RewardModel:
+def reward_model(folder, tokenizer=None, cut: MicroBatching = CUTS["whole"], max_positions: int | None = None) -> RewardModel:
     engine = Fsdp2Engine(load_reward_model(str(folder), device=CPU), None, cut, device=CPU, dtype=torch.float32)
-    return RewardModel(engine, tokenizer)
+    return RewardModel(engine, tokenizer, max_tokens=cut.max_tokens, max_positions=max_positions)
 
 
 def spread(scores: list[float]) -> float:
@@ -113,3 +114,20 @@ def test_progress_counts_every_sample_and_arithmetic_is_counted(folders):
     samples, model, seen = rollouts(), reward_model(folders["same"], cut=CUTS["two"]), []
     model.score(samples, on_done=seen.append)
     assert seen == [2, 2, 2] and model.engine.flops > 0
+
+
+def test_a_text_over_the_budget_names_the_key_with_both_numbers(folders):
+    """The longest chat has 14 tokens of the reward model's own: three tags, six of the prompt and five of the answer."""
+    tokenizer = other_tokenizer(TEMPLATE)
+    assert len(reward_model(folders["other"], tokenizer, MicroBatching(14, None)).score(rollouts())) == 6
+    with pytest.raises(UserError, match=r"14 tokens .* budget of 13") as caught:
+        reward_model(folders["other"], tokenizer, MicroBatching(13, None)).score(rollouts())
+    assert caught.value.field == "reward_model.forward_max_token_len_per_gpu" and "at least 14" in caught.value.remedy
+
+
+def test_a_text_that_the_model_cannot_read_is_refused(folders):
+    tokenizer = other_tokenizer(TEMPLATE)
+    assert len(reward_model(folders["other"], tokenizer, max_positions=14).score(rollouts())) == 6
+    with pytest.raises(UserError, match=r"14 tokens, more than the 13 .*max_position_embeddings") as caught:
+        reward_model(folders["other"], tokenizer, max_positions=13).score(rollouts())
+    assert caught.value.field == "reward_model.model.path"

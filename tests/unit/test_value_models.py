@@ -23,7 +23,7 @@ from pellucid.training.common.models import (
 )
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
-from pellucid.training.common.value_models import load_reward_model, load_value_model
+from pellucid.training.common.value_models import load_reward_model, load_value_model, max_positions
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
 
 CPU = torch.device("cpu")
@@ -234,3 +234,19 @@ def test_a_model_whose_layers_leave_attention_to_themselves_names_the_right_key(
     with pytest.raises(UserError, match="keyword arguments") as caught:
         load_value_model(str(tmp_path), device=CPU)
     assert caught.value.field == "critic.model.path"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, None),
+    ],
+)
+def test_the_most_tokens_that_a_model_reads(fields, expected):
+    assert max_positions(AutoConfig.for_model("llama", **SIZES | fields)) == expected
+
+
+def test_a_model_without_a_bound_on_its_tokens():
+    assert max_positions(AutoConfig.for_model("bloom")) is None

@@ -91,6 +91,15 @@ def load_reward_model(
     return prepare_model(model, device, gradient_checkpointing=False, field=field).requires_grad_(False)
 
 
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return the most tokens that a model of this config reads; None where it names no bound, or stretches its positions."""
+    fields = config.to_dict()
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return None
+    return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
+
+
 def _read_value_model(
     path: str, config: PretrainedConfig, *, trust_remote_code: bool, field: str
 ) -> tuple[PreTrainedModel, bool]:
