@@ -19,9 +19,9 @@ from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import RunConfig
 from pellucid.config.plan import build_plan, read_model_facts
-from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS
 from pellucid.console import console, notice
 from pellucid.controller.make_roles import (
+    check_roles,
     choose_estimator,
     choose_policy_loss,
     correction_settings,
@@ -101,13 +101,6 @@ class Run:
         algorithm = self.config.algorithm
         return not algorithm.bypass_mode and (algorithm.rollout_is or bool(algorithm.rollout_rs))
 
-    @property
-    def samples_kl(self) -> bool:
-        """Whether a KL term is estimated from the sampled tokens, which needs the reference's log-probs of them."""
-        actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
-        in_loss = actor.use_kl_loss and not actor.kl_loss_type.startswith("full")
-        return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty != "full")
-
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Hand a finished step's metrics to the trackers and the console."""
         self.trackers.log(step, metrics)
@@ -141,6 +134,7 @@ def load_inputs(config: RunConfig) -> Inputs:
         UserError: a file, column, model folder or function is missing or wrong.
     """
     tokenizer = run_tokenizer(config)
+    check_roles(config, tokenizer)
     scorer, estimator, policy_loss = run_scorer(config), choose_estimator(config), choose_policy_loss(config)
     train = build_prompts(config.data, tokenizer, "train")
     console.print(f"train data: {train.describe()}", markup=False)
@@ -211,7 +205,7 @@ def build_run(
     trains = not config.trainer.val_only
     reference = make_reference(config, engine) if trains else None
     critic = None
-    if trains and config.algorithm.adv_estimator in CRITIC_ESTIMATORS:
+    if trains and config.has_critic:
         critic = make_critic(config, device, dtype, total_steps)
     reward_model = None
     if config.reward_model.enable and (trains or not config.reward_model.rule_weight):

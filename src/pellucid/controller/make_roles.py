@@ -13,18 +13,25 @@ from pellucid.algo.advantages import ESTIMATORS, Estimator
 from pellucid.algo.correction import CorrectionSettings, RejectionRule
 from pellucid.algo.policy_loss import POLICY_LOSSES, PolicyLoss
 from pellucid.config import RunConfig
-from pellucid.config.schema.actor import OptimConfig
+from pellucid.config.schema.actor import ActorConfig, OptimConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
+from pellucid.config.schema.critic import CriticConfig
 from pellucid.controller.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
 from pellucid.errors import UserError
 from pellucid.plugins import load_object
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.roles.critic import Critic
 from pellucid.roles.reward_model import RewardModel
-from pellucid.training.common.lora import add_lora
-from pellucid.training.common.models import load_model, load_tokenizer, model_folder
+from pellucid.training.common.lora import add_lora, require_peft
+from pellucid.training.common.models import load_model, load_tokenizer, model_folder, read_config
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
-from pellucid.training.common.value_models import load_reward_model, load_value_model
+from pellucid.training.common.value_models import (
+    CRITIC,
+    REWARD_MODEL,
+    load_reward_model,
+    load_value_model,
+    max_positions,
+)
 from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
 
 
@@ -78,6 +85,71 @@ def correction_settings(algorithm: AlgorithmConfig) -> CorrectionSettings | None
         batch_normalize=algorithm.rollout_is_batch_normalize,
         rejection=rules,
     )
+
+
+def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check all that adapters, critic and reward model need beside the policy and that takes no model to know.
+
+    Raises:
+        MissingExtraError: LoRA without peft.
+        UserError: a model folder is missing, reads other tokens than the policy's `tokenizer`, or shorter texts than the data's.
+    """
+    if config.actor_rollout_ref.model.lora_rank:
+        require_peft()
+    if config.has_critic:
+        _check_critic(config, tokenizer)
+    if config.reward_model.enable:
+        _check_reward_model(config, tokenizer)
+
+
+def _check_critic(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    section, policy = config.critic.model, config.actor_rollout_ref.model
+    if section.path == policy.path:
+        return
+    folder, trust = model_folder(section.path, CRITIC), section.trust_remote_code
+    own = load_tokenizer(folder, trust_remote_code=trust, field=CRITIC).get_vocab().items()
+    sampled = tokenizer.get_vocab()
+    size = read_config(section.path, section.override_config, trust_remote_code=trust, field=CRITIC).vocab_size
+    # One of the two may have tokens more, as long as the critic has room for them.
+    if not (own <= sampled.items() or sampled.items() <= own) or max(sampled.values()) >= size:
+        raise UserError(
+            CRITIC,
+            f"'{section.path}' reads other tokens than the policy '{policy.path}', whose sampled ids it must value.",
+            "Start from a model with the policy's vocabulary, or remove the key to start from the policy.",
+        )
+
+
+def _check_reward_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    section, data = config.reward_model.model, config.data
+    own = _reward_tokenizer(config, tokenizer)
+    if own is not None:
+        if own.chat_template is not None and not data.return_raw_chat:
+            raise UserError(
+                "data.return_raw_chat",
+                "the reward model has a vocabulary and a chat template of its own, so it must be given the messages.",
+                "Set it to true.",
+            )
+        return  # how long a text is in its tokens shows when it is scored
+    assert section.path is not None
+    model_config = read_config(section.path, None, trust_remote_code=section.trust_remote_code, field=REWARD_MODEL)
+    limit, longest = max_positions(model_config), data.max_prompt_length + data.max_response_length
+    if limit is not None and limit < longest:
+        raise UserError(
+            REWARD_MODEL,
+            f"'{section.path}' reads {limit} tokens (max_position_embeddings), and the longest sequence has {data.max_prompt_length} "
+            f"prompt + {data.max_response_length} response = {longest} tokens.",
+            "Use a reward model for longer texts, or lower data.max_prompt_length or data.max_response_length.",
+        )
+
+
+def _reward_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """Return the reward model's tokenizer, or None where its vocabulary is that of the policy's `tokenizer`."""
+    section = config.reward_model.model
+    assert section.path is not None
+    own = load_tokenizer(
+        model_folder(section.path, REWARD_MODEL), trust_remote_code=section.trust_remote_code, field=REWARD_MODEL
+    )
+    return None if own.get_vocab() == tokenizer.get_vocab() else own
 
 
 def load_policy(config: RunConfig, device: torch.device) -> PreTrainedModel:
@@ -135,13 +207,14 @@ def make_actor(
 
 def make_reference(config: RunConfig, actor: Fsdp2Engine) -> Fsdp2Engine | None:
     """Return the engine of the frozen reference where a KL term needs one: the actor's base under LoRA, else a model of its own."""
-    if not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
+    if not config.needs_reference:
         return None
     ref = config.actor_rollout_ref.ref
-    cut = MicroBatching(
-        ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
-        None if ref.log_prob_use_dynamic_bsz else ref.log_prob_micro_batch_size_per_gpu,
-        packed=config.actor_rollout_ref.model.use_remove_padding,
+    cut = _micro_batching(
+        config,
+        by_tokens=ref.log_prob_use_dynamic_bsz,
+        tokens=ref.log_prob_max_token_len_per_gpu,
+        sequences=ref.log_prob_micro_batch_size_per_gpu,
     )
     if config.actor_rollout_ref.model.lora_rank:
         return Fsdp2Engine(actor.model, None, cut, device=actor.device, dtype=actor.dtype, without_adapters=True)
@@ -149,22 +222,23 @@ def make_reference(config: RunConfig, actor: Fsdp2Engine) -> Fsdp2Engine | None:
     return Fsdp2Engine(model, None, cut, device=actor.device, dtype=actor.dtype)
 
 
-def make_critic(config: RunConfig, device: torch.device, dtype: torch.dtype, steps: int) -> Critic:
-    """Return the critic: the same base model with a value head of its own, and its optimizer."""
-    section = config.critic
-    model = load_value_model(
-        section.model.path,
+def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
+    """Load the critic's model as a run starts it."""
+    section = config.critic.model
+    return load_value_model(
+        section.path,
         device=device,
-        override_config=section.model.override_config,
-        trust_remote_code=section.model.trust_remote_code,
-        gradient_checkpointing=section.model.enable_gradient_checkpointing,
+        override_config=section.override_config,
+        trust_remote_code=section.trust_remote_code,
+        gradient_checkpointing=section.enable_gradient_checkpointing,
     )
+
+
+def make_critic(config: RunConfig, device: torch.device, dtype: torch.dtype, steps: int) -> Critic:
+    """Return the critic: a model with one value a token, and its optimizer."""
+    section, model = config.critic, load_critic(config, device)
     updates = num_updates(config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
-    cut = MicroBatching(
-        section.ppo_max_token_len_per_gpu if section.use_dynamic_bsz else None,
-        None if section.use_dynamic_bsz else section.ppo_micro_batch_size_per_gpu,
-        packed=config.actor_rollout_ref.model.use_remove_padding,
-    )
+    cut = _update_cut(config, section)
     optimizer = make_optimizer(model, section.optim, section.grad_clip, updates)
     engine = Fsdp2Engine(model, optimizer, cut, device=device, dtype=dtype)
     return Critic(
@@ -181,30 +255,23 @@ def make_reward_model(
     """Return the reward model of section `reward_model`.
 
     Raises:
-        UserError: it is no model with one score, or its chat template needs messages that the data section drops.
+        UserError: it is no model with one score.
     """
-    section, field = config.reward_model, "reward_model.model.path"
+    section = config.reward_model
     assert section.model.path is not None
-    tokenizer = load_tokenizer(
-        model_folder(section.model.path, field=field), trust_remote_code=section.model.trust_remote_code, field=field
+    model = load_reward_model(section.model.path, device=device, trust_remote_code=section.model.trust_remote_code)
+    cut = _micro_batching(
+        config,
+        by_tokens=section.micro_batch_size_per_gpu is None,
+        tokens=section.forward_max_token_len_per_gpu,
+        sequences=section.micro_batch_size_per_gpu,
     )
-    same = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-    if not same and tokenizer.chat_template is not None and not config.data.return_raw_chat:
-        raise UserError(
-            "data.return_raw_chat",
-            "the reward model has a vocabulary and a chat template of its own, so it must be given the messages.",
-            "Set it to true.",
-        )
-    model = load_reward_model(
-        section.model.path, device=device, trust_remote_code=section.model.trust_remote_code
-    ).requires_grad_(False)
-    by_tokens = section.micro_batch_size_per_gpu is None
-    cut = MicroBatching(
-        section.forward_max_token_len_per_gpu if by_tokens else None,
-        section.micro_batch_size_per_gpu,
-        packed=config.actor_rollout_ref.model.use_remove_padding,
+    return RewardModel(
+        Fsdp2Engine(model, None, cut, device=device, dtype=dtype),
+        _reward_tokenizer(config, policy_tokenizer),
+        max_tokens=cut.max_tokens,
+        max_positions=max_positions(model.config),
     )
-    return RewardModel(Fsdp2Engine(model, None, cut, device=device, dtype=dtype), None if same else tokenizer)
 
 
 def make_actor_engine(
@@ -214,18 +281,29 @@ def make_actor_engine(
     actor = config.actor_rollout_ref.actor
     steps -= config.trainer.critic_warmup  # the policy rests while the critic warms up
     updates = num_updates(config, steps, actor.ppo_mini_batch_size, actor.ppo_epochs)
-    cut = MicroBatching(
-        actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-        None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-        packed=config.actor_rollout_ref.model.use_remove_padding,
-    )
+    cut = _update_cut(config, actor)
     optimizer = make_optimizer(model, actor.optim, actor.grad_clip, updates)
     return Fsdp2Engine(model, optimizer, cut, device=device, dtype=dtype)
 
 
+def _update_cut(config: RunConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
+    return _micro_batching(
+        config,
+        by_tokens=section.use_dynamic_bsz,
+        tokens=section.ppo_max_token_len_per_gpu,
+        sequences=section.ppo_micro_batch_size_per_gpu,
+    )
+
+
+def _micro_batching(config: RunConfig, *, by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
+    """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""
+    packed = config.actor_rollout_ref.model.use_remove_padding
+    return MicroBatching(tokens, None, packed) if by_tokens else MicroBatching(None, sequences, packed)
+
+
 def num_updates(config: RunConfig, steps: int, mini_batch_size: int, epochs: int) -> int:
     """Return the optimizer steps of a run of `steps` steps."""
-    return steps * epochs * -(-config.data.train_batch_size // mini_batch_size)
+    return steps * epochs * (config.data.train_batch_size // mini_batch_size)
 
 
 def make_optimizer(model: PreTrainedModel, optim: OptimConfig, grad_clip: float, num_updates: int) -> ScheduledAdamW:

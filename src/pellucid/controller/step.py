@@ -65,7 +65,7 @@ def compute_experience(run: Run, batch: Batch, step: int) -> None:
         exact_kl = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
         with run.spans.span(Stage.ACTOR_COMPUTE_LOG_PROB, step=step):
             run.actor.compute_log_probs(batch, advance, exact_kl=exact_kl)
-    if run.reference is not None and run.samples_kl:
+    if run.reference is not None and run.config.samples_kl:
         advance = run.display.stage(Stage.REF_COMPUTE_LOG_PROB, len(batch))
         with run.spans.span(Stage.REF_COMPUTE_LOG_PROB, step=step):
             run.reference.compute_log_probs(batch, advance)

@@ -34,8 +34,7 @@ def add_lora(
         MissingExtraError: peft is not installed.
         UserError: a name is no linear layer of this model.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise MissingExtraError("actor_rollout_ref.model.lora_rank", "peft", "lora")
+    require_peft()
     from peft import LoraConfig, inject_adapter_in_model
 
     names = _target_names(model, target_modules)
@@ -44,6 +43,16 @@ def add_lora(
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     return model
+
+
+def require_peft() -> None:
+    """Check that adapters can be added, without importing anything.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtraError("actor_rollout_ref.model.lora_rank", "peft", "lora")
 
 
 def has_lora(model: torch.nn.Module) -> bool:
