@@ -92,11 +92,14 @@ def export(
     out: Annotated[Path, typer.Option("--out", help="The model folder to write.")],
     step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the last one by default.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    critic: Annotated[
+        bool, typer.Option("--critic", help="The run's critic, for critic.model.path or reward_model.model.path.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a model folder that plain `transformers` loads."""
     from pellucid.cli.export import run_export
 
-    run_export(run, out, step, dtype)
+    run_export(run, out, step, dtype, critic)
 
 
 app.command("rollouts")(rollouts_command)
