@@ -199,6 +199,56 @@ def test_keys_that_are_set_win_over_the_preset_and_are_named(tmp_path):
     assert load_config(again, []).config == loaded.config
 
 
+PRESET = f"{A}.rollout_correction_preset"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "name"),
+    [
+        ("null", "token_is"),
+        ("token_icepop", "null"),
+        ("k3_rs", "k3_rs"),
+        ("k3_rs", "seq_is_rs"),
+        ("bypass_pg_geo_rs_token_tis", "token_is"),
+    ],
+)
+def test_a_preset_as_an_override_replaces_all_of_a_resolved_yamls_own(tmp_path, earlier, name):
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(load(f"{PRESET}={earlier}").yaml)
+    changed = load_config(resolved, [f"{PRESET}={name}"])
+    assert (changed.config, changed.notices) == (load(f"{PRESET}={name}").config, [])
+    resolved.write_text(changed.yaml)
+    assert load_config(resolved, []).config == changed.config
+    assert load_config(resolved, [f"++{PRESET}={name}"]).config == changed.config
+
+
+def test_what_is_set_itself_stays_under_a_preset_from_an_override(tmp_path):
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(
+        load(f"{PRESET}=token_is", f"{A}.rollout_is_threshold=3", f"{A}.rollout_is_batch_normalize=true").yaml
+    )
+    changed = load_config(resolved, [f"{PRESET}=token_icepop"])
+    a = changed.config.algorithm
+    assert (a.rollout_is_threshold, a.rollout_is_mode, a.rollout_is_batch_normalize) == (3.0, "clip", True)
+    assert "rollout_is_threshold: 3" in changed.notices[0] and "rollout_is_mode" not in changed.notices[0]
+    beside = load_config(resolved, [f"{PRESET}=seq_is", f"{A}.rollout_is=false", f"+{A}.rollout_is_threshold=2.0"])
+    a = beside.config.algorithm
+    assert (a.rollout_is, a.rollout_is_threshold, a.rollout_is_level) == (False, 2.0, "sequence")
+    assert "rollout_is: False" in beside.notices[0]
+
+
+def test_keys_of_the_recipe_win_over_its_own_preset_even_at_their_defaults(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("algorithm: {rollout_correction_preset: token_is, rollout_is: false}\n")
+    assert load_config(recipe, BASE).config.algorithm.rollout_is is False
+    assert load_config(recipe, [*BASE, f"{A}.rollout_is_threshold=3"]).config.algorithm.rollout_is is False
+    assert load_config(recipe, [*BASE, f"{PRESET}=seq_is"]).config.algorithm.rollout_is is False
+
+
+def test_a_list_of_rules_that_are_no_mappings_is_an_error_under_a_preset_too():
+    assert error_of(f"{PRESET}=geo_rs", f"{A}.rollout_rs=[token_k1]").field == f"{A}.rollout_rs[0]"
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [

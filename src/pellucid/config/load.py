@@ -16,7 +16,7 @@ from pellucid.config.convert import convert, defaults_tree, flat_hints, hints_of
 from pellucid.config.deferred import drop_deferred
 from pellucid.config.fields import link_of
 from pellucid.config.migrate import drop_old, drop_targets
-from pellucid.config.presets import expand_preset
+from pellucid.config.presets import expand_preset, forget_earlier_preset
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
 from pellucid.config.validate import validate
@@ -73,6 +73,8 @@ def resolved_tree(source: str | Path | None, overrides: list[str], root: type, n
     from omegaconf import DictConfig, OmegaConf
 
     user = compose_user_tree(source, overrides)
+    if root is RunConfig:
+        forget_earlier_preset(user, source, overrides)
     drop_targets(user, notices)
     drop_old(user, notices)
     _drop_null_links(user, root)
