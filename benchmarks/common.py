@@ -22,7 +22,7 @@ from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.tasks.arithmetic import Arithmetic, ArithmeticArgs
 from pellucid.training.common.models import BUILTIN, eos_token_ids, load_model, load_tokenizer, num_parameters
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -47,7 +47,7 @@ class Setup:
         rows = self._sums() if self.model_path == BUILTIN else make_prompts(self.model_path, 8)
         self.prompts = [Prompt(f"bench:{index}", row["token_ids"], row["text"], "bench") for index, row in enumerate(rows)]
         optimizer = ScheduledAdamW(dict(self.model.named_parameters()), Schedule(1e-6, 0, 1), 0.01, (0.9, 0.999), 1.0)
-        self.engine = Fsdp2Engine(self.model, optimizer, MicroBatching(self.micro_tokens, None), device=CPU, dtype=torch.float32)
+        self.engine = FsdpEngine(self.model, optimizer, MicroBatching(self.micro_tokens, None), device=CPU, dtype=torch.float32)
         self.num_parameters = num_parameters(self.model)
 
     def _sums(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import sequences_of
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.types import Batch, Prompt, RewardFailure, Rollout
 
 TEMPERATURE = 0.8
@@ -29,17 +29,17 @@ _SAMPLES = [(0, 6), (2, 4), (0, 1), (1, 9), (2, 7), (0, 3)]
 FAILED = 4
 
 
-def engine_of(model: PreTrainedModel, cut: MicroBatching = WHOLE, *, lr: float = 1e-3) -> Fsdp2Engine:
+def engine_of(model: PreTrainedModel, cut: MicroBatching = WHOLE, *, lr: float = 1e-3) -> FsdpEngine:
     """A training engine whose AdamW (β₁ = 0) keeps the last gradient as its first moment, unclipped."""
     optimizer = ScheduledAdamW(dict(model.named_parameters()), Schedule(lr, 0, 100), 0.01, (0.0, 0.999), 1e9)
-    return Fsdp2Engine(model, optimizer, cut, device=CPU, dtype=torch.float32)
+    return FsdpEngine(model, optimizer, cut, device=CPU, dtype=torch.float32)
 
 
-def tiny_engine(cut: MicroBatching = WHOLE, *, lr: float = 1e-3, scale: float = 0.1) -> Fsdp2Engine:
+def tiny_engine(cut: MicroBatching = WHOLE, *, lr: float = 1e-3, scale: float = 0.1) -> FsdpEngine:
     return engine_of(tiny_model("llama", scale=scale), cut, lr=lr)
 
 
-def gradient(engine: Fsdp2Engine, folder: Path) -> torch.Tensor:
+def gradient(engine: FsdpEngine, folder: Path) -> torch.Tensor:
     """The last gradient as one vector."""
     folder.mkdir(exist_ok=True)
     engine.save(folder, ["optimizer"])
@@ -55,7 +55,7 @@ def tokens(length: int, seed: int) -> list[int]:
     return torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def some_batch(engine: Fsdp2Engine, *, gap: float = 0.3, spread: float = 0.3) -> Batch:
+def some_batch(engine: FsdpEngine, *, gap: float = 0.3, spread: float = 0.3) -> Batch:
     """Three groups, one failed sample, advantages; π_old is `spread` away from the engine's policy, π_rollout `gap` from π_old."""
     prompts = {group: Prompt(f"p{group}", tokens(length, 100 + group), "", "t") for group, length in enumerate((5, 3, 8))}
     rollouts = [
@@ -83,12 +83,12 @@ def config_of(loss: str, **options) -> ActorConfig:
     return ActorConfig(strategy="fsdp2", ppo_mini_batch_size=8, loss_agg_mode=mode, policy_loss=policy_loss, **options)
 
 
-def actor_of(engine: Fsdp2Engine, loss: str, *, bypass=None, exact_kl_to=None, **options) -> Actor:
+def actor_of(engine: FsdpEngine, loss: str, *, bypass=None, exact_kl_to=None, **options) -> Actor:
     settings = ActorSettings(
         POLICY_LOSSES[loss], temperature=TEMPERATURE, max_response_length=12, seed=0, bypass=bypass, exact_kl_to=exact_kl_to
     )
     return Actor(engine, config_of(loss, **options), settings)
 
 
-def weights_of(engine: Fsdp2Engine) -> dict[str, torch.Tensor]:
+def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}

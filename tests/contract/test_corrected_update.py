@@ -28,7 +28,7 @@ from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.lora import add_lora, merged_tensors
 from pellucid.training.common.packing import sequences_of
-from pellucid.training.fsdp import Fsdp2Engine
+from pellucid.training.fsdp import FsdpEngine
 
 LEVELS, CORRECTION_MODES = ("token", "sequence", "geometric"), ("truncate", "clip")
 
@@ -261,8 +261,8 @@ def dense_kl(policy, reference, batch):
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def frozen(model) -> Fsdp2Engine:
-    return Fsdp2Engine(model.requires_grad_(False), None, WHOLE, device=CPU, dtype=torch.float32)
+def frozen(model) -> FsdpEngine:
+    return FsdpEngine(model.requires_grad_(False), None, WHOLE, device=CPU, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("cut", ["whole", "padded", "tokens"])
@@ -309,8 +309,8 @@ def test_under_lora_the_reference_is_the_base_with_its_adapters_off():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    engine = Fsdp2Engine(model, None, WHOLE, device=CPU, dtype=torch.float32)
-    reference = Fsdp2Engine(model, None, WHOLE, device=CPU, dtype=torch.float32, without_adapters=True)
+    engine = FsdpEngine(model, None, WHOLE, device=CPU, dtype=torch.float32)
+    reference = FsdpEngine(model, None, WHOLE, device=CPU, dtype=torch.float32, without_adapters=True)
     batch = some_batch(engine)
     actor_of(engine, "vanilla", exact_kl_to=reference).compute_log_probs(batch, exact_kl=True)
     merged = plain_copy("llama", tiny_model("llama"))

@@ -10,7 +10,7 @@ from pellucid.errors import UserError
 from pellucid.roles.reward_model import RewardModel
 from pellucid.training.common.models import BUILTIN_FOLDER, load_tokenizer
 from pellucid.training.common.value_models import load_reward_model
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.types import Prompt, Rollout
 
 SIZES = {
@@ -71,7 +71,7 @@ def plain_scores(folder, texts: list[list[int]]) -> list[float]:
 
 
 def reward_model(folder, tokenizer=None, cut: MicroBatching = CUTS["whole"], max_positions: int | None = None) -> RewardModel:
-    engine = Fsdp2Engine(load_reward_model(str(folder), device=CPU), None, cut, device=CPU, dtype=torch.float32)
+    engine = FsdpEngine(load_reward_model(str(folder), device=CPU), None, cut, device=CPU, dtype=torch.float32)
     return RewardModel(engine, tokenizer, max_tokens=cut.max_tokens, max_positions=max_positions)
 
 

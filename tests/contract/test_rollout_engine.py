@@ -20,23 +20,23 @@ from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import sequences_of
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.types import Prompt, Rollout
 
 TOKENIZER = load_tokenizer("builtin")
 
 
-def trainer(name="llama", *, dtype=torch.float32) -> Fsdp2Engine:
-    return Fsdp2Engine(tiny_model(name), None, MicroBatching(None, None), device=CPU, dtype=dtype)
+def trainer(name="llama", *, dtype=torch.float32) -> FsdpEngine:
+    return FsdpEngine(tiny_model(name), None, MicroBatching(None, None), device=CPU, dtype=dtype)
 
 
-def _native(actor: Fsdp2Engine, *, max_num_seqs=256, max_num_batched_tokens=8192, seed=0) -> NativeRolloutEngine:
+def _native(actor: FsdpEngine, *, max_num_seqs=256, max_num_batched_tokens=8192, seed=0) -> NativeRolloutEngine:
     return NativeRolloutEngine(
         actor, TOKENIZER, [EOS], max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, seed=seed
     )
 
 
-def _mismatch_off(actor: Fsdp2Engine, *, seed=0, **options) -> RolloutEngine:
+def _mismatch_off(actor: FsdpEngine, *, seed=0, **options) -> RolloutEngine:
     return MismatchedEngine(_native(actor, seed=seed, **options), MismatchSettings(), seed)
 
 
@@ -140,7 +140,7 @@ def test_new_weights_are_sampled_at_once(make_engine):
     actor.version = 7
     engine.sync_weights()
     after = engine.generate(some_prompts(), SAMPLED, stream=STREAM)
-    fresh = make_engine(Fsdp2Engine(other, None, MicroBatching(None, None), device=CPU, dtype=torch.float32))
+    fresh = make_engine(FsdpEngine(other, None, MicroBatching(None, None), device=CPU, dtype=torch.float32))
     assert ids(after) == ids(fresh.generate(some_prompts(), SAMPLED, stream=STREAM)) != ids(before)
     assert {version for r in before for version in r.versions} == {0}
     assert {version for r in after for version in r.versions} == {7}

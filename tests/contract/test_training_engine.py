@@ -21,7 +21,7 @@ from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import enable_gradient_checkpointing
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, pack, pad, sequences_of, split_micro_batches
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.training.protocol import NonFiniteError, TokenScores, TrainingEngine
 from pellucid.types import Batch, Prompt, RewardFailure, Rollout
 
@@ -40,9 +40,9 @@ CUTS = {
 
 def _fsdp2(
     model: PreTrainedModel, cut: MicroBatching, *, lr=1e-3, betas=(0.9, 0.999), grad_clip=1e9, dtype=torch.float32
-) -> Fsdp2Engine:
+) -> FsdpEngine:
     optimizer = ScheduledAdamW(dict(model.named_parameters()), Schedule(lr, 0, 100), 0.01, betas, grad_clip)
-    return Fsdp2Engine(model, optimizer, cut, device=CPU, dtype=dtype)
+    return FsdpEngine(model, optimizer, cut, device=CPU, dtype=dtype)
 
 
 BACKENDS: dict[str, MakeEngine] = {"fsdp2": _fsdp2}

@@ -28,7 +28,7 @@ from pellucid.training.common.models import (
 )
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.types import Prompt
 
 CPU = torch.device("cpu")
@@ -66,11 +66,11 @@ def adapted_model(*, moved=True, rank=4, alpha=8.0, target_modules="all-linear",
 def engine_of(model, lr=1e-2):
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = ScheduledAdamW(trainable, Schedule(lr, 0, 100), 0.0, (0.9, 0.999), 1e9)
-    return Fsdp2Engine(model, optimizer, MicroBatching(None, None), device=CPU, dtype=torch.float32)
+    return FsdpEngine(model, optimizer, MicroBatching(None, None), device=CPU, dtype=torch.float32)
 
 
 def frozen_engine(model):
-    return Fsdp2Engine(model, None, MicroBatching(None, None), device=CPU, dtype=torch.float32)
+    return FsdpEngine(model, None, MicroBatching(None, None), device=CPU, dtype=torch.float32)
 
 
 def log_probs(model):

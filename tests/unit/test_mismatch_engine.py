@@ -13,7 +13,7 @@ from pellucid.rollout.protocol import SamplingParams
 from pellucid.training.common.lora import add_lora
 from pellucid.training.common.models import BUILTIN_FOLDER, load_model, load_tokenizer
 from pellucid.training.common.packing import TokenSequence, pack
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.types import Prompt, Rollout
 
 CPU = torch.device("cpu")
@@ -26,30 +26,30 @@ STREAM = ("rollout", 3)
 Weights = dict[str, torch.Tensor]
 
 
-def make_actor() -> Fsdp2Engine:
-    return Fsdp2Engine(
+def make_actor() -> FsdpEngine:
+    return FsdpEngine(
         load_model("builtin", device=CPU), None, MicroBatching(None, None), device=CPU, dtype=torch.float32
     )
 
 
-def make_native(actor: Fsdp2Engine) -> NativeRolloutEngine:
+def make_native(actor: FsdpEngine) -> NativeRolloutEngine:
     return NativeRolloutEngine(actor, TOKENIZER, [1], max_num_seqs=64, max_num_batched_tokens=8192, seed=0)
 
 
-def make_engine(actor: Fsdp2Engine, *, seed: int = 0, **fields) -> MismatchedEngine:
+def make_engine(actor: FsdpEngine, *, seed: int = 0, **fields) -> MismatchedEngine:
     return MismatchedEngine(make_native(actor), MismatchSettings(**fields), seed)
 
 
 @pytest.fixture
-def actor() -> Fsdp2Engine:
+def actor() -> FsdpEngine:
     return make_actor()
 
 
-def copy_weights(actor: Fsdp2Engine) -> Weights:
+def copy_weights(actor: FsdpEngine) -> Weights:
     return {name: parameter.detach().clone() for name, parameter in actor.model.named_parameters()}
 
 
-def set_weights(actor: Fsdp2Engine, weights: Weights) -> None:
+def set_weights(actor: FsdpEngine, weights: Weights) -> None:
     with torch.no_grad():
         for name, parameter in actor.model.named_parameters():
             parameter.copy_(weights[name])
@@ -60,7 +60,7 @@ def assert_equal_weights(weights: Weights, expected: Weights) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def fake_update(actor: Fsdp2Engine) -> None:
+def fake_update(actor: FsdpEngine) -> None:
     """Move every weight a little, as an optimizer step does: in place, and the version counts on."""
     generator = torch.Generator().manual_seed(100 + actor.version)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def fake_update(actor: Fsdp2Engine) -> None:
     actor.version += 1
 
 
-def sampled_weights(actor: Fsdp2Engine, engine: MismatchedEngine) -> Weights:
+def sampled_weights(actor: FsdpEngine, engine: MismatchedEngine) -> Weights:
     """Return the weights that the model holds while the engine samples."""
     seen: list[Weights] = []
     engine.generate(PROMPTS[:1], PARAMS, stream=STREAM, on_done=lambda _: seen.append(copy_weights(actor)))
@@ -240,7 +240,7 @@ def test_frozen_weights_are_not_copied(actor):
 
 def test_adapters_are_perturbed_like_other_weights(actor):
     pytest.importorskip("peft")
-    adapted = Fsdp2Engine(
+    adapted = FsdpEngine(
         add_lora(actor.model, rank=4, alpha=8, target_modules="all-linear", seed=0),
         None,
         MicroBatching(None, None),

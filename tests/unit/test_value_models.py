@@ -24,7 +24,7 @@ from pellucid.training.common.models import (
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.common.value_models import load_reward_model, load_value_model, max_positions
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -48,7 +48,7 @@ def plain_model(auto_class, model_type="llama", **fields):
 
 def scores(model, texts=TEXTS):
     """What the training engine makes of a value model: its head at the last token of each text, packed."""
-    engine = Fsdp2Engine(model, None, MicroBatching(None, None), device=CPU, dtype=torch.float32)
+    engine = FsdpEngine(model, None, MicroBatching(None, None), device=CPU, dtype=torch.float32)
     sequences = [TokenSequence(text, [0], row) for row, text in enumerate(texts)]
     return engine.forward(sequences, ValueHead()).values[:, 0]
 
@@ -141,7 +141,7 @@ def test_a_critic_starts_from_the_head_that_a_model_has_trains_on_and_is_exporte
     assert torch.equal(scores(critic), expected)
 
     optimizer = ScheduledAdamW(dict(critic.named_parameters()), Schedule(1e-3, 0, 9), 0.0, (0.9, 0.999), 1e9)
-    engine = Fsdp2Engine(critic, optimizer, MicroBatching(None, None), device=CPU, dtype=torch.float32)
+    engine = FsdpEngine(critic, optimizer, MicroBatching(None, None), device=CPU, dtype=torch.float32)
     start = {name: tensor.detach().clone() for name, tensor in critic.named_parameters()}
     engine.train_mini_batch([TokenSequence(list(range(2, 20)), [2, 4, 7], 0)], ValueHead(), lambda _, out: ((out.values - 1) ** 2).sum())
     still = {name for name, tensor in critic.named_parameters() if torch.equal(tensor, start[name])}
@@ -177,7 +177,7 @@ def test_critic_learns_from_its_zero_head_on(gradient_checkpointing, tmp_path):
     plain_model(AutoModelForCausalLM, tie_word_embeddings=True).save_pretrained(tmp_path)
     critic = load_value_model(str(tmp_path), device=CPU, gradient_checkpointing=gradient_checkpointing)
     optimizer = ScheduledAdamW(dict(critic.named_parameters()), Schedule(1e-3, 0, 9), 0.0, (0.9, 0.999), 1e9)
-    engine = Fsdp2Engine(critic, optimizer, MicroBatching(None, None), device=CPU, dtype=torch.float32)
+    engine = FsdpEngine(critic, optimizer, MicroBatching(None, None), device=CPU, dtype=torch.float32)
     start = {name: tensor.detach().clone() for name, tensor in critic.named_parameters()}
     sequences, moved = [TokenSequence(list(range(2, 20)), [2, 4, 7], 0)], []
     for _ in range(2):

@@ -38,7 +38,7 @@ def run_eval(
     from pellucid.rollout.protocol import SamplingParams
     from pellucid.rollout_dump import write_rollouts
     from pellucid.training.common.models import eos_token_ids, token_pieces
-    from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+    from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
@@ -60,7 +60,7 @@ def run_eval(
     path, _, name = (reward or "").rpartition(":")
     params = SamplingParams(n=samples, max_tokens=max_tokens, temperature=temperature or 1.0, do_sample=temperature > 0)
     engine = NativeRolloutEngine(
-        Fsdp2Engine(policy, None, MicroBatching(None, None), device=device, dtype=torch.float32),
+        FsdpEngine(policy, None, MicroBatching(None, None), device=device, dtype=torch.float32),
         tokenizer,
         eos_token_ids(policy, tokenizer),
         max_num_seqs=256,

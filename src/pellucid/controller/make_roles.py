@@ -32,7 +32,7 @@ from pellucid.training.common.value_models import (
     load_value_model,
     max_positions,
 )
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
 
 def choose_estimator(config: RunConfig) -> Estimator:
@@ -180,9 +180,9 @@ def _load_base(config: RunConfig, device: torch.device) -> PreTrainedModel:
 
 def make_actor(
     config: RunConfig,
-    engine: Fsdp2Engine,
+    engine: FsdpEngine,
     policy_loss: PolicyLoss,
-    reference: Fsdp2Engine | None,
+    reference: FsdpEngine | None,
 ) -> Actor:
     """Return the actor; `reference` is the engine of the frozen reference, or None."""
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -205,7 +205,7 @@ def make_actor(
     )
 
 
-def make_reference(config: RunConfig, actor: Fsdp2Engine) -> Fsdp2Engine | None:
+def make_reference(config: RunConfig, actor: FsdpEngine) -> FsdpEngine | None:
     """Return the engine of the frozen reference where a KL term needs one: the actor's base under LoRA, else a model of its own."""
     if not config.needs_reference:
         return None
@@ -217,9 +217,9 @@ def make_reference(config: RunConfig, actor: Fsdp2Engine) -> Fsdp2Engine | None:
         sequences=ref.log_prob_micro_batch_size_per_gpu,
     )
     if config.actor_rollout_ref.model.lora_rank:
-        return Fsdp2Engine(actor.model, None, cut, device=actor.device, dtype=actor.dtype, without_adapters=True)
+        return FsdpEngine(actor.model, None, cut, device=actor.device, dtype=actor.dtype, without_adapters=True)
     model = _load_base(config, actor.device).requires_grad_(False)
-    return Fsdp2Engine(model, None, cut, device=actor.device, dtype=actor.dtype)
+    return FsdpEngine(model, None, cut, device=actor.device, dtype=actor.dtype)
 
 
 def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
@@ -240,7 +240,7 @@ def make_critic(config: RunConfig, device: torch.device, dtype: torch.dtype, ste
     updates = num_updates(config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
     cut = _update_cut(config, section)
     optimizer = make_optimizer(model, section.optim, section.grad_clip, updates)
-    engine = Fsdp2Engine(model, optimizer, cut, device=device, dtype=dtype)
+    engine = FsdpEngine(model, optimizer, cut, device=device, dtype=dtype)
     return Critic(
         engine,
         section,
@@ -267,7 +267,7 @@ def make_reward_model(
         sequences=section.micro_batch_size_per_gpu,
     )
     return RewardModel(
-        Fsdp2Engine(model, None, cut, device=device, dtype=dtype),
+        FsdpEngine(model, None, cut, device=device, dtype=dtype),
         _reward_tokenizer(config, policy_tokenizer),
         max_tokens=cut.max_tokens,
         max_positions=max_positions(model.config),
@@ -276,14 +276,14 @@ def make_reward_model(
 
 def make_actor_engine(
     config: RunConfig, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, steps: int
-) -> Fsdp2Engine:
+) -> FsdpEngine:
     """Return the engine that holds the policy and its optimizer."""
     actor = config.actor_rollout_ref.actor
     steps -= config.trainer.critic_warmup  # the policy rests while the critic warms up
     updates = num_updates(config, steps, actor.ppo_mini_batch_size, actor.ppo_epochs)
     cut = _update_cut(config, actor)
     optimizer = make_optimizer(model, actor.optim, actor.grad_clip, updates)
-    return Fsdp2Engine(model, optimizer, cut, device=device, dtype=dtype)
+    return FsdpEngine(model, optimizer, cut, device=device, dtype=dtype)
 
 
 def _update_cut(config: RunConfig, section: ActorConfig | CriticConfig) -> MicroBatching:

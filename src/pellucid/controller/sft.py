@@ -30,7 +30,7 @@ from pellucid.rundir import RunDir
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import init_model, load_model, load_tokenizer, save_hf_model
 from pellucid.training.common.packing import TokenSequence
-from pellucid.training.fsdp import Fsdp2Engine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.training.protocol import NonFiniteError, TokenScores
 from pellucid.types import Prompt
 
@@ -47,7 +47,7 @@ class SftRun:
     store: CheckpointStore
     tokenizer: PreTrainedTokenizerBase
     model: PreTrainedModel
-    engine: Fsdp2Engine
+    engine: FsdpEngine
     loader: PromptLoader
     val_examples: list[TokenSequence]
     total_steps: int
@@ -82,7 +82,7 @@ def build_sft(config: SftConfig, run_dir: RunDir) -> SftRun:
             trust_remote_code=model_config.trust_remote_code,
             gradient_checkpointing=model_config.enable_gradient_checkpointing,
         )
-    engine = Fsdp2Engine(
+    engine = FsdpEngine(
         model,
         make_optimizer(model, config.optim, config.engine.grad_clip, total_steps),
         MicroBatching(config.engine.max_token_len_per_gpu, None, packed=model_config.use_remove_padding),

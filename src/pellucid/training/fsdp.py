@@ -1,13 +1,15 @@
-"""The FSDP2 training engine: packed micro-batches, gradient accumulation, one optimizer step, and its state on disk.
+"""The FSDP training engine: packed micro-batches, gradient accumulation, one optimizer step, and its state on disk.
 
-With one process there is nothing to shard and the model runs as it is; sharding wraps `model` and changes nothing below.
+In one process the model runs as it is. Over several ranks (`sharding.py`) each is called with the same whole mini-batch, runs a
+share of it, and returns the results of all.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,7 +24,14 @@ from pellucid.training.common.models import (
     output_head,
 )
 from pellucid.training.common.optimizer import ScheduledAdamW
-from pellucid.training.common.packing import ModelInput, TokenSequence, pack, pad, split_micro_batches
+from pellucid.training.common.packing import (
+    ModelInput,
+    TokenSequence,
+    pack,
+    pad,
+    split_micro_batches,
+    split_over_ranks,
+)
 from pellucid.training.protocol import (
     LossFunction,
     NonFiniteError,
@@ -31,6 +40,9 @@ from pellucid.training.protocol import (
     TokenScores,
     UpdateResult,
 )
+
+if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
+    from pellucid.training.sharding import Sharding
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 _NUM_STEPS = "__num_steps__"
@@ -45,7 +57,7 @@ class MicroBatching:
     packed: bool = True
 
 
-class Fsdp2Engine:
+class FsdpEngine:
     """A causal LM, or one with a scalar head, with its optimizer; a frozen one has `optimizer=None`. See `TrainingEngine`."""
 
     def __init__(
@@ -56,9 +68,13 @@ class Fsdp2Engine:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        sharding: "Sharding | None" = None,
         without_adapters: bool = False,
     ) -> None:
-        """Take over `model`; `without_adapters` runs it as it was before LoRA changed it (the reference policy)."""
+        """Take over `model`, which `sharding` has wrapped if there is more than one rank.
+
+        `without_adapters` runs it as it was before LoRA changed it (the reference policy).
+        """
         self.model, self.optimizer, self.micro_batching, self.device, self.dtype = (
             model,
             optimizer,
@@ -66,9 +82,14 @@ class Fsdp2Engine:
             device,
             dtype,
         )
-        self._without_adapters = without_adapters
+        self.sharding, self._without_adapters = sharding, without_adapters
         self.version, self.flops = 0, 0.0
-        self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
+        if sharding is None:
+            self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
+        else:
+            self._num_parameters, self._num_trainable = sharding.num_parameters, sharding.num_trainable
+            if optimizer is not None:
+                optimizer.sharding = sharding
 
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
@@ -77,11 +98,13 @@ class Fsdp2Engine:
         results = _Results(sequences, self.device)
         self.model.eval()
         with torch.no_grad():
-            for rows in self._split(sequences):
-                inputs = self._input([sequences[row] for row in rows])
+            for rows, inputs in self._micro_batches(sequences):
                 results.store(rows, inputs, self._run(inputs, head))
-                if on_done:
+                if on_done and rows:
                     on_done(len(rows))
+        if self.sharding is not None:
+            self.sharding.reshard()
+            results.add_up(self.sharding)
         self.flops += 2.0 * self._num_parameters * results.scores.num_input_tokens
         return results.scores
 
@@ -98,19 +121,28 @@ class Fsdp2Engine:
         results = _Results(sequences, self.device)
         self.model.train()
         self.optimizer.zero_grad()
-        total_loss = 0.0
-        for rows in self._split(sequences):
-            inputs = self._input([sequences[row] for row in rows])
+        total_loss, failure = 0.0, None
+        for rows, inputs in self._micro_batches(sequences):
             scores = self._run(inputs, head)
-            micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
+            if rows:
+                micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
+            else:  # keeps the ranks' collectives in step: every weight gets a gradient, of zero
+                micro_loss = 0.0 * sum(values.sum() for _, values in scores.items() if values.requires_grad)
             value = float(micro_loss.detach())
-            if not math.isfinite(value):
-                raise NonFiniteError("loss", value, rows)
+            if rows and not math.isfinite(value):
+                failure = failure or NonFiniteError("loss", value, rows)
+                if self.sharding is None:
+                    raise failure
+            if self.sharding is not None:
+                micro_loss = micro_loss * self.sharding.num_ranks  # ranks' gradients are averaged, and the loss is a sum
             micro_loss.backward()
             total_loss += value
             results.store(rows, inputs, scores)
-            if on_done:
+            if on_done and rows:
                 on_done(len(rows))
+        if self.sharding is not None:
+            total_loss = self._agree(total_loss, failure)
+            results.add_up(self.sharding)
         grad_norm = self.optimizer.clip()
         if not math.isfinite(grad_norm):
             raise NonFiniteError("grad_norm", grad_norm, list(range(len(sequences))))
@@ -123,14 +155,32 @@ class Fsdp2Engine:
         self.version += 1
         return UpdateResult(results.scores, total_loss, grad_norm, lr)
 
+    def _agree(self, loss: float, failure: NonFiniteError | None) -> float:
+        """Return the loss of all ranks together.
+
+        Raises:
+            NonFiniteError: on every rank, the failure of the lowest that has one.
+        """
+        assert self.sharding is not None
+        total = float(self.sharding.sum(torch.tensor(loss, dtype=torch.float64, device=self.device)))
+        if math.isfinite(total):
+            return total
+        found = self.sharding.first(None if failure is None else (failure.value, failure.rows))
+        assert found is not None
+        raise NonFiniteError("loss", *found)
+
     @torch.no_grad()
     def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
         """See `ReferenceModel.predicting_states`."""
-        return self._predicting_states(inputs)
+        return self._gathered(lambda: self._predicting_states(inputs))
 
+    @torch.no_grad()
     def head_weight(self) -> torch.Tensor:
         """See `ReferenceModel.head_weight`."""
-        return output_head(self.model).weight.detach().to(self.dtype)
+        if self.sharding is None:
+            return output_head(self.model).weight.detach().to(self.dtype)
+        # A copy: the gathered weight's memory is freed when the pass is over.
+        return self._gathered(lambda: output_head(self.model).weight.detach().to(self.dtype, copy=True))
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """See `TrainingEngine.save`: `model.safetensors` and `optimizer.safetensors`, bit for bit."""
@@ -156,18 +206,46 @@ class Fsdp2Engine:
             num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
             self.optimizer.load_state_tensors(tensors, num_steps)
 
-    def _split(self, sequences: list[TokenSequence]) -> list[list[int]]:
+    def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[tuple[list[int], ModelInput]]:
+        """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without rows."""
+        if self.sharding is None:
+            for rows in self._split(sequences, list(range(len(sequences)))):
+                yield rows, self._input([sequences[row] for row in rows])
+            return
+        ranks, packed = self.sharding.num_ranks, self.micro_batching.packed
+        mine = split_over_ranks(sequences, ranks, share_prompts=packed)[self.sharding.rank]
+        micro_batches = self._split(sequences, mine)
+        for rows in micro_batches:
+            yield rows, self._input([sequences[row] for row in rows])
+        # A token of this rank's own rows, so that it can break nothing that is whole.
+        prompt = sequences[mine[0] if mine else 0].prompt_ids[:1] if sequences else [0]
+        for _ in range(self.sharding.largest(len(micro_batches)) - len(micro_batches)):
+            yield [], self._input([TokenSequence(prompt, prompt, 0)])
+
+    def _split(self, sequences: list[TokenSequence], among: list[int]) -> list[list[int]]:
         cut = self.micro_batching
-        return split_micro_batches(
-            sequences, max_tokens=cut.max_tokens, max_sequences=cut.max_sequences, share_prompts=cut.packed
+        parts = split_micro_batches(
+            [sequences[row] for row in among],
+            max_tokens=cut.max_tokens,
+            max_sequences=cut.max_sequences,
+            share_prompts=cut.packed,
         )
+        return [[among[index] for index in part] for part in parts]
 
     def _input(self, micro: list[TokenSequence]) -> ModelInput:
         return (pack if self.micro_batching.packed else pad)(micro, self.device)
 
     def _run(self, inputs: ModelInput, head: TokenHead) -> TokenScores:
         """Return the head's [M] results for one micro-batch."""
-        return head(self.model, self._predicting_states(inputs), inputs, self.dtype)
+        if self.sharding is None:
+            return head(self.model, self._predicting_states(inputs), inputs, self.dtype)
+        # As a dict: FSDP looks for the tensors in what a pass returns, to know when their backward pass begins.
+        return TokenScores(**self._gathered(
+            lambda: dict(head(self.model, self._predicting_states(inputs), inputs, self.dtype).items())
+        ))
+
+    def _gathered(self, compute: Callable[[], Any]) -> Any:
+        return compute() if self.sharding is None else self.sharding.run(compute)
 
     def _predicting_states(self, inputs: ModelInput) -> torch.Tensor:
         with self.autocast(), base_weights(self.model) if self._without_adapters else nullcontext():
@@ -194,11 +272,21 @@ class _Results:
         self.scores, self._num_rows, self._device = TokenScores(), len(sequences), device
 
     def store(self, rows: list[int], inputs: ModelInput, micro: TokenScores) -> None:
-        at = (torch.tensor(rows, device=self._device)[inputs.row], inputs.column)
+        at = (torch.tensor(rows, device=self._device)[inputs.row], inputs.column) if rows else ()
         for name, values in micro.items():
             whole = getattr(self.scores, name)
             if whole is None:
                 whole = torch.zeros(self._num_rows, self.width, device=self._device)
                 setattr(self.scores, name, whole)
-            whole[at] = values.detach()
-        self.scores.num_input_tokens += inputs.num_real_tokens
+            if rows:
+                whole[at] = values.detach()
+        if rows:
+            self.scores.num_input_tokens += inputs.num_real_tokens
+
+    def add_up(self, sharding: "Sharding") -> None:
+        """Add the rows that other ranks ran; each row is one rank's and zero on all others."""
+        for _, whole in self.scores.items():
+            sharding.sum(whole)
+        self.scores.num_input_tokens = int(
+            sharding.sum(torch.tensor(self.scores.num_input_tokens, device=self._device))
+        )

@@ -1,4 +1,4 @@
-"""What a role may ask of a training engine. `Fsdp2Engine` implements it; other backends join with the same methods.
+"""What a role may ask of a training engine. `FsdpEngine` implements it; other backends join with the same methods.
 
 A role hands over sequences, a *head* that says what is computed per response token, and, to train, a loss over its results.
 """

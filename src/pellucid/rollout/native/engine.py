@@ -18,7 +18,7 @@ from pellucid.rollout.native.packed_linear import packed_linears, packing_pays
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.protocol import Progress, SamplingParams
 from pellucid.training.common.models import decode, output_head
-from pellucid.training.fsdp import Fsdp2Engine
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import Prompt, Rollout
 
 
@@ -50,7 +50,7 @@ class NativeRolloutEngine:
 
     def __init__(
         self,
-        actor: Fsdp2Engine,
+        actor: FsdpEngine,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: list[int],
         *,

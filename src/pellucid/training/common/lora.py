@@ -71,11 +71,12 @@ def base_weights(model: torch.nn.Module) -> Iterator[None]:
     layers = lora_layers(model)
     try:
         for layer in layers:
-            layer.enable_adapters(False)
+            # peft's enable_adapters would also freeze the adapters, and a sharded one that is frozen once is never trained.
+            layer._disable_adapters = True
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 @torch.no_grad()

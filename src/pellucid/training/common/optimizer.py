@@ -4,10 +4,14 @@ The rate is a function of the number of optimizer steps done, so a resumed run n
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from pellucid.training.sharding import Sharding
 
 
 @dataclass(slots=True)
@@ -42,27 +46,32 @@ class ScheduledAdamW:
     grad_clip: float
     num_steps: int = 0
     """Optimizer steps done."""
-    _adamw: torch.optim.AdamW = field(init=False)
+    sharding: "Sharding | None" = None
+    """Set where the parameters are this rank's shards."""
+    adamw: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
         # Betas as Python floats and a fused kernel: one pass over parameters, gradients and moments.
-        self._adamw = torch.optim.AdamW(
+        self.adamw = torch.optim.AdamW(
             self.parameters.values(), lr=self.schedule.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
         )
 
     def clip(self) -> float:
         """Scale gradients to the global norm `grad_clip` and return the norm before; a non-finite one scales nothing."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
+        grads = self._local(parameter.grad for parameter in self.parameters.values())
+        norm = self._norm(grads)
         if torch.isfinite(norm) and norm > self.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.grad_clip, norm)
+            # As torch.nn.utils.clip_grads_with_norm_, which takes no shards.
+            factor = float(torch.clamp(self.grad_clip / (norm + 1e-6), max=1.0))
+            torch._foreach_mul_(grads, factor)
         return float(norm)
 
     def step(self) -> float:
         """Apply one update, drop the gradients and return the learning rate used."""
         lr = self.schedule.lr_at(self.num_steps)
-        for group in self._adamw.param_groups:
+        for group in self.adamw.param_groups:
             group["lr"] = lr
-        self._adamw.step()
+        self.adamw.step()
         self.zero_grad()
         self.num_steps += 1
         return lr
@@ -70,26 +79,35 @@ class ScheduledAdamW:
     def weight_norm(self) -> float:
         """Return the L2 norm of the weights: one pass over them, which shows whether any is NaN or Inf."""
         with torch.no_grad():
-            return float(torch.nn.utils.get_total_norm(self.parameters.values()))
+            return float(self._norm(self._local(self.parameters.values())))
+
+    def _local(self, tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Return what this rank holds of `tensors`."""
+        there = [tensor for tensor in tensors if tensor is not None]
+        return there if self.sharding is None else [self.sharding.local(tensor) for tensor in there]
+
+    def _norm(self, local: list[torch.Tensor]) -> torch.Tensor:
+        norm = torch.nn.utils.get_total_norm(local)
+        return norm if self.sharding is None else self.sharding.norm(norm)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return `<parameter>.exp_avg`, `.exp_avg_sq` and `.step` for every parameter that has been updated."""
         return {
             f"{name}.{key}": value
             for name, parameter in self.parameters.items()
-            for key, value in self._adamw.state.get(parameter, {}).items()
+            for key, value in self.adamw.state.get(parameter, {}).items()
         }
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
         """Restore what `state_tensors` returned, after `num_steps` optimizer steps."""
-        self._adamw.state.clear()
+        self.adamw.state.clear()
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition(".")
             parameter = self.parameters[name]
             device = parameter.device if key != "step" or parameter.device.type != "cpu" else torch.device("cpu")
-            self._adamw.state[parameter][key] = value.to(device)
+            self.adamw.state[parameter][key] = value.to(device)
         self.num_steps = num_steps

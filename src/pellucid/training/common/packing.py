@@ -59,6 +59,26 @@ def sequences_of(rollouts: list[Rollout]) -> list[TokenSequence]:
     ]
 
 
+def split_over_ranks(sequences: list[TokenSequence], num_ranks: int, *, share_prompts: bool) -> list[list[int]]:
+    """Return the rows that each rank runs: about as many tokens each, and no more than one group divided at each cut.
+
+    A rank may get no rows, when there are fewer sequences than ranks or one is much longer than the others.
+    """
+    order = sorted(range(len(sequences)), key=lambda row: sequences[row].group)
+    costs, last_group = [], -1
+    for row in order:
+        shared = share_prompts and sequences[row].group == last_group
+        costs.append(1 + _num_tokens(sequences[row], with_prompt=not shared))
+        last_group = sequences[row].group
+    total, before = sum(costs), 0
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for row, cost in zip(order, costs):
+        # The rank in whose part of all tokens the middle of this sequence lies.
+        shares[(2 * before + cost) * num_ranks // (2 * total)].append(row)
+        before += cost
+    return shares
+
+
 def split_micro_batches(
     sequences: list[TokenSequence], *, max_tokens: int | None, max_sequences: int | None, share_prompts: bool
 ) -> list[list[int]]:

@@ -1,0 +1,227 @@
+"""A model spread over ranks by FSDP or FSDP2: sharded parameters, gradients and optimizer state.
+
+The engine runs its passes through `Sharding.run` and adds up losses, norms and results with the methods below; nothing else in
+it knows of ranks. `fsdp` and `fsdp2` differ in `_wrap` alone.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from pellucid.errors import UserError
+from pellucid.training.common.models import model_tensors, num_parameters, num_trainable_parameters
+
+FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+"""The config key that errors name unless the caller shards another role's model."""
+Item = TypeVar("Item")
+REPLICATE, SHARD = "replicate", "shard"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlan:
+    """How a model is spread over the ranks of the default process group."""
+
+    strategy: Literal["fsdp", "fsdp2"]
+    fsdp_size: int = -1
+    """Ranks that hold one copy of the model between them; -1 is all. Fewer make ranks / fsdp_size copies (HSDP)."""
+    param_dtype: torch.dtype = torch.float32
+    """What the layers' weights are gathered and computed in. Shards, gradients and everything outside the layers (embeddings,
+    norm, head) are float32."""
+    reshard_after_forward: bool = True
+    """Drop a layer's gathered weights between its forward and its backward pass: less memory, one more gather."""
+    param_offload: bool = False
+    """Keep shards, gradients and optimizer state in CPU memory; the optimizer then steps on the CPU."""
+
+
+def join_ranks(rank: int, num_ranks: int, *, init_method: str, device: torch.device, timeout_s: float = 1800.0) -> None:
+    """Make this process one of `num_ranks` that meet at `init_method` (`tcp://host:port` or `file://path`).
+
+    Collectives on CPU tensors go over gloo, those on CUDA tensors over nccl.
+    """
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def leave_ranks() -> None:
+    """Undo `join_ranks`."""
+    dist.destroy_process_group()
+
+
+def make_mesh(device: torch.device, fsdp_size: int, field: str = FSDP_SIZE) -> DeviceMesh:
+    """Return the mesh of all ranks: [shard], or [replicate, shard] when `fsdp_size` is less than all of them.
+
+    Raises:
+        UserError: `fsdp_size` does not divide the number of ranks; it names `field`.
+    """
+    ranks = dist.get_world_size()
+    size = ranks if fsdp_size == -1 else fsdp_size
+    if size < 1 or ranks % size:
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        why = f"{ranks} = {ranks // size} × {size} + {ranks % size}" if 1 <= size <= ranks else f"{size} is no part of {ranks}"
+        raise UserError(
+            field,
+            f"{size} ranks cannot hold one copy of the model each time among {ranks} ranks: {why}.",
+            f"Set it to a divisor of {ranks} ({divisors}), or to -1 for all of them.",
+        )
+    if size == ranks:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=(REPLICATE, SHARD))
+
+
+class _Root(torch.nn.Module):
+    """The model as one unit: whatever is computed inside its forward finds the weights outside the layers gathered.
+
+    Those are the embeddings, the final norm and the output head, so the head's matrix is a plain tensor there, tied or not, and
+    autograd carries its gradient back to the shards.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+class Sharding:
+    """A model whose tensors are spread over the ranks, and what the engine asks of the other ranks.
+
+    Wraps `model` in place; make its optimizer afterwards, over `parameters()`. All methods but `local` are collective: every
+    rank calls them in the same order.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, plan: ShardingPlan, device: torch.device, *, field: str = FSDP_SIZE
+    ) -> None:
+        """Shard `model` over all ranks; every rank must hold the same weights.
+
+        Raises:
+            UserError: `plan.fsdp_size` does not divide the number of ranks.
+        """
+        self.plan, self.device = plan, device
+        self.mesh = make_mesh(device, plan.fsdp_size, field)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.num_parameters, self.num_trainable = num_parameters(model), num_trainable_parameters(model)
+        self.tensor_names = list(model_tensors(model))
+        """What a checkpoint and an export hold: tied tensors once, under LoRA the adapters alone."""
+        self.root: Any = _wrap(model, plan, self.mesh, device)
+        self._running = False
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return this rank's trainable parameters under the names they had before wrapping."""
+        named = {plain_name(name): parameter for name, parameter in self.root.named_parameters()}
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+    def run(self, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` does with the weights outside the layers gathered: tensors, or a dict of them."""
+        if self._running:  # the reference of a LoRA policy, run inside the policy's own pass
+            return compute()
+        self._running = True
+        try:
+            return self.root(compute)
+        finally:
+            self._running = False
+
+    def reshard(self) -> None:
+        """Drop gathered weights after passes without a backward one: the next gather must see the weights of its time."""
+        if isinstance(self.root, FSDPModule):
+            for module in self.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    @staticmethod
+    def local(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a sharded tensor that this rank holds, sharing its memory."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def norm(self, local_norm: torch.Tensor) -> torch.Tensor:
+        """Return the L2 norm of all shards from that of this rank's; the same number on every rank."""
+        square = local_norm.to(self.device, torch.float64).square()
+        dist.all_reduce(square, group=self.mesh[SHARD].get_group())
+        return square.sqrt().to(local_norm.dtype)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` up over all ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, number: int) -> int:
+        """Return the largest of all ranks' numbers."""
+        tensor = torch.tensor(number, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def first(self, item: Item | None) -> Item | None:
+        """Return the item of the lowest rank that has one."""
+        items: list[Item | None] = [None] * self.num_ranks
+        dist.all_gather_object(items, item)
+        return next((found for found in items if found is not None), None)
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name in the model from its name under the wrappers."""
+    return name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
+
+
+def decoder_layers(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Yield the parent, attribute name and module of each decoder layer, the unit that is gathered at a time."""
+    kinds = set(model._no_split_modules or [])
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in kinds:
+                yield parent, name, child
+
+
+def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: torch.device) -> torch.nn.Module:
+    root = _Root(model)
+    layers = list(decoder_layers(model))
+    if plan.strategy == "fsdp2":
+        offload = CPUOffloadPolicy() if plan.param_offload else OffloadPolicy()
+        # Inputs are not cast: autocast decides what is computed in what, as in one process.
+        policy = MixedPrecisionPolicy(plan.param_dtype, torch.float32, cast_forward_inputs=False)
+        for _, _, layer in layers:
+            fully_shard(
+                layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=plan.reshard_after_forward
+            )
+        # The head is used after the last layer and the backward pass begins with it, so it stays gathered in between.
+        return fully_shard(root, mesh=mesh, offload_policy=offload, reshard_after_forward=False)
+    options = {
+        "device_mesh": mesh,
+        "sharding_strategy": _fsdp1_strategy(plan, mesh),
+        "cpu_offload": CPUOffload(offload_params=plan.param_offload),
+        "use_orig_params": True,
+        "device_id": device,
+    }
+    precision = MixedPrecision(
+        plan.param_dtype, torch.float32, cast_forward_inputs=False, cast_root_forward_inputs=False
+    )
+    for parent, name, layer in layers:
+        setattr(parent, name, FullyShardedDataParallel(layer, mixed_precision=precision, **options))
+    return FullyShardedDataParallel(root, **options)
+
+
+def _fsdp1_strategy(plan: ShardingPlan, mesh: DeviceMesh) -> ShardingStrategy:
+    if mesh.ndim == 1:
+        return ShardingStrategy.FULL_SHARD if plan.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+    return ShardingStrategy.HYBRID_SHARD if plan.reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+
