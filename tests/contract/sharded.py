@@ -1,18 +1,21 @@
 """What each rank runs in `test_sharded_engine.py`, and the same in one process: functions of plain arguments to plain results."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from tiny import CPU, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
 from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.models import model_tensors
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.training.protocol import TokenScores
-from pellucid.training.sharding import Sharding, ShardingPlan
+from pellucid.training.sharding import ROOT_PREFIX, Sharding, ShardingPlan
 
 TEMPERATURE = 0.8
 
@@ -73,3 +76,56 @@ def updates(setup: Setup, number: int = 3) -> list[tuple[torch.Tensor, float, fl
         results.append((result.scores.logp, result.loss, result.grad_norm, result.scores.num_input_tokens))
     after = engine.forward(rows, head)
     return [*results, (after.logp, 0.0, 0.0, after.num_input_tokens)]
+
+
+def trained_state(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    """Weights and moments of the whole model, on rank 0."""
+    if engine.sharding is None:
+        assert engine.optimizer is not None
+        return {name: tensor.detach() for name, tensor in model_tensors(engine.model).items()} | engine.optimizer.state_tensors()
+    assert engine.optimizer is not None
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    root, names = engine.sharding.root, engine.sharding.tensor_names
+    tensors: dict[str, Any] = get_model_state_dict(root, options=options)
+    moments: Any = get_optimizer_state_dict(root, engine.optimizer.adamw, options=options).get("state", {})
+    if engine.sharding.rank:
+        return {}
+    return {name: tensors[ROOT_PREFIX + name] for name in names} | {
+        f"{name.removeprefix(ROOT_PREFIX)}.{key}": value for name, values in moments.items() for key, value in values.items()
+    }
+
+
+def train_and_save(setup: Setup, folder: Path, *, background: bool) -> dict[str, torch.Tensor]:
+    """One update, a checkpoint, the state that it should hold, and one more update while it is written."""
+    engine = make_engine(setup)
+    engine.train_mini_batch(sequences(8), LogProbHead(TEMPERATURE), loss)
+    if background:
+        wait = engine.start_saving(folder, ["model", "optimizer"])
+    else:
+        engine.save(folder, ["model", "optimizer"])
+    state = {name: tensor.clone() for name, tensor in trained_state(engine).items()}
+    engine.train_mini_batch(sequences(8), LogProbHead(TEMPERATURE), loss)
+    if background:
+        wait()
+    return state
+
+
+def load_and_train(setup: Setup, folder: Path, number: int) -> tuple[int, dict, dict, list[tuple[float, float, float]]]:
+    """Version and state after loading; the state after `number` more updates, and their (loss, norm, lr)."""
+    engine = make_engine(setup)
+    engine.load(folder, ["model", "optimizer"])
+    version = engine.version
+    loaded = {name: tensor.clone() for name, tensor in trained_state(engine).items()}
+    results = [engine.train_mini_batch(sequences(8), LogProbHead(TEMPERATURE), loss) for _ in range(number)]
+    trained = {name: tensor.clone() for name, tensor in trained_state(engine).items()}
+    return version, loaded, trained, [(result.loss, result.grad_norm, result.lr) for result in results]
+
+
+def save_now(setup: Setup, folder: Path) -> dict[str, torch.Tensor]:
+    """See `train_and_save`."""
+    return train_and_save(setup, folder, background=False)
+
+
+def save_in_background(setup: Setup, folder: Path) -> dict[str, torch.Tensor]:
+    """See `train_and_save`."""
+    return train_and_save(setup, folder, background=True)

@@ -44,7 +44,7 @@ from pellucid.training.protocol import (
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from pellucid.training.sharding import Sharding
 
-MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
+MODEL_FILE, OPTIMIZER_FILE, SHARDS = "model.safetensors", "optimizer.safetensors", "sharded"
 _NUM_STEPS = "__num_steps__"
 
 
@@ -183,7 +183,14 @@ class FsdpEngine:
         return self._gathered(lambda: output_head(self.model).weight.detach().to(self.dtype, copy=True))
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """See `TrainingEngine.save`: `model.safetensors` and `optimizer.safetensors`, bit for bit."""
+        """See `TrainingEngine.save`: `model.safetensors` and `optimizer.safetensors`, bit for bit; of several ranks, shards.
+
+        Over several ranks every one calls it with the same folder, which they share.
+        """
+        if self.sharding is not None:
+            from pellucid.training import checkpoint
+
+            return checkpoint.save_shards(folder, self.sharding, self.optimizer, self.version, contents)
         if "model" in contents:
             save_file(
                 {name: tensor.detach().contiguous() for name, tensor in model_tensors(self.model).items()},
@@ -193,18 +200,39 @@ class FsdpEngine:
             steps = torch.tensor([self.optimizer.num_steps, self.version])
             save_file({**self.optimizer.state_tensors(), _NUM_STEPS: steps}, folder / OPTIMIZER_FILE)
 
+    def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
+        """Save in the background where there are several ranks; returns a function that waits until all is written."""
+        if self.sharding is not None:
+            from pellucid.training import checkpoint
+
+            return checkpoint.start_saving_shards(folder, self.sharding, self.optimizer, self.version, contents)
+        self.save(folder, contents)
+        return lambda: None
+
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         """See `TrainingEngine.load`.
 
         Raises:
             UserError: the checkpoint's tensors are not this model's.
         """
-        if "model" in contents:
+        from pellucid.training import checkpoint
+
+        if (folder / SHARDS).is_dir():
+            version = checkpoint.load_shards(folder, self.model, self.sharding, self.optimizer, contents)
+            self.version = self.version if version is None else version
+            return
+        if "model" in contents and self.sharding is not None:
+            checkpoint.shard_model_tensors(self.sharding, load_file(folder / MODEL_FILE), folder)
+        elif "model" in contents:
             load_weights(self.model, folder / MODEL_FILE)
         if "optimizer" in contents and self.optimizer is not None:
             tensors = load_file(folder / OPTIMIZER_FILE)
             num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
-            self.optimizer.load_state_tensors(tensors, num_steps)
+            if self.sharding is not None:
+                checkpoint.shard_optimizer_tensors(self.sharding, self.optimizer, tensors)
+                self.optimizer.num_steps = num_steps
+            else:
+                self.optimizer.load_state_tensors(tensors, num_steps)
 
     def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[tuple[list[int], ModelInput]]:
         """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without rows."""

@@ -27,12 +27,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
+from pellucid.training.common.lora import state_names
 from pellucid.training.common.models import model_tensors, num_parameters, num_trainable_parameters
 
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 """The config key that errors name unless the caller shards another role's model."""
 Item = TypeVar("Item")
 REPLICATE, SHARD = "replicate", "shard"
+ROOT_PREFIX = "model."
+"""What `Root` puts before the names of the model's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def make_mesh(device: torch.device, fsdp_size: int, field: str = FSDP_SIZE) -> D
     return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=(REPLICATE, SHARD))
 
 
-class _Root(torch.nn.Module):
+class Root(torch.nn.Module):
     """The model as one unit: whatever is computed inside its forward finds the weights outside the layers gathered.
 
     Those are the embeddings, the final norm and the output head, so the head's matrix is a plain tensor there, tied or not, and
@@ -123,8 +126,10 @@ class Sharding:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.num_parameters, self.num_trainable = num_parameters(model), num_trainable_parameters(model)
         self.tensor_names = list(model_tensors(model))
-        """What a checkpoint and an export hold: tied tensors once, under LoRA the adapters alone."""
+        """What a checkpoint holds: tied tensors once, under LoRA the adapters alone."""
+        self.state_names = state_names(model)
         self.root: Any = _wrap(model, plan, self.mesh, device)
+        self.background: dist.ProcessGroup | None = None
         self._running = False
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -180,7 +185,7 @@ class Sharding:
 
 def plain_name(name: str) -> str:
     """Return a parameter's name in the model from its name under the wrappers."""
-    return name.replace("_fsdp_wrapped_module.", "").removeprefix("model.")
+    return name.replace("_fsdp_wrapped_module.", "").removeprefix(ROOT_PREFIX)
 
 
 def decoder_layers(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
@@ -193,7 +198,7 @@ def decoder_layers(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, st
 
 
 def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: torch.device) -> torch.nn.Module:
-    root = _Root(model)
+    root = Root(model)
     layers = list(decoder_layers(model))
     if plan.strategy == "fsdp2":
         offload = CPUOffloadPolicy() if plan.param_offload else OffloadPolicy()

@@ -16,6 +16,7 @@ from pellucid.errors import MissingExtraError, UserError, nearest
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"
+_LORA_A, _LORA_B = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 
 
 def add_lora(
@@ -90,9 +91,7 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
     Without adapters these are the model's own tensors, not copies.
     """
-    persistent = model.state_dict().keys()
-    tensors = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    tensors = _state_tensors(model)
     adapters = adapter_tensors(model)
     layer_of = {id(layer.base_layer.weight): layer for layer in lora_layers(model)}
     return {
@@ -102,14 +101,36 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
+def state_names(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters, adapters among them, and of persistent buffers, tied ones once."""
+    return list(_state_tensors(model))
+
+
+def _state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    persistent = model.state_dict().keys()
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in persistent
+    }
+
+
+def merge_adapters(tensors: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what `merged_tensors` does, of a sharded `model` whose whole tensors are given by name."""
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    adapted = [name.removesuffix(_LORA_A) for name in tensors if name.endswith(_LORA_A)]
+    for layer in adapted:
+        scaling = lora_layers(model)[0].scaling[_ADAPTER]  # every layer has the same rank and alpha
+        merged[f"{layer}.weight"] += (tensors[layer + _LORA_B] @ tensors[layer + _LORA_A]) * scaling
+    return merged
+
+
 def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors A and B of every adapter: what a checkpoint stores, the base being the model folder."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
 
 
-def adapter_rank(tensors: dict[str, torch.Tensor]) -> int:
-    """Return the rank of stored adapters, or 0 when there are none among `tensors`."""
-    return next((tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name), 0)
+def adapter_rank(shapes: dict[str, torch.Size]) -> int:
+    """Return the rank of stored adapters, or 0 when there are none among the tensors."""
+    return next((shape[0] for name, shape in shapes.items() if ".lora_A." in name), 0)
 
 
 def _target_names(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:

@@ -264,12 +264,20 @@ def load_tokenizer(
 
 
 def save_hf_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype = torch.float32
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a folder that plain `transformers` loads with identical logits (up to `dtype`); adapters are merged in."""
+    """Write a folder that plain `transformers` loads with identical logits (up to `dtype`); adapters are merged in.
+
+    `tensors` are the weights where `model` holds only shards of them (`gathered_tensors`).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     # Tied tensors once: as separate copies in another dtype they would be written twice.
-    state = {name: value.detach().to("cpu", dtype) for name, value in merged_tensors(model).items()}
+    whole = merged_tensors(model) if tensors is None else tensors
+    state = {name: value.detach().to("cpu", dtype) for name, value in whole.items()}
     stored_dtype = model.config.dtype
     model.config.dtype = dtype
     try:
@@ -316,28 +324,37 @@ def load_weights(model: PreTrainedModel, file: Path) -> None:
         UserError: the file's tensors are not this model's.
     """
     stored, own = load_file(file), model_tensors(model)
+    check_same_tensors(
+        {name: tensor.shape for name, tensor in stored.items()},
+        {name: tensor.shape for name, tensor in own.items()},
+        file.parent,
+    )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(stored[name])
+
+
+def check_same_tensors(stored: dict[str, torch.Size], own: dict[str, torch.Size], checkpoint: Path) -> None:
+    """Refuse a checkpoint whose tensors have other names or shapes than the model's `own`.
+
+    Raises:
+        UserError: they have.
+    """
     stored_rank, own_rank = adapter_rank(stored), adapter_rank(own)
     if stored_rank != own_rank:
         raise UserError(
             "trainer.resume_mode",
-            f"the checkpoint '{file.parent}' is of a run with lora_rank {stored_rank}, and this one has {own_rank}.",
+            f"the checkpoint '{checkpoint}' is of a run with lora_rank {stored_rank}, and this one has {own_rank}.",
             f"Set actor_rollout_ref.model.lora_rank={stored_rank}, or trainer.resume_mode=disable.",
         )
-    wrong = [
-        name
-        for name in stored.keys() | own.keys()
-        if name not in stored or name not in own or stored[name].shape != own[name].shape
-    ]
+    wrong = [name for name in stored.keys() | own.keys() if stored.get(name) != own.get(name)]
     if wrong:
         raise UserError(
             "trainer.resume_mode",
-            f"the checkpoint '{file.parent}' is of another model: '{sorted(wrong)[0]}' does not match.",
+            f"the checkpoint '{checkpoint}' is of another model: '{sorted(wrong)[0]}' does not match.",
             f"Set model.path{' and target_modules' if own_rank else ''} as in the run that wrote it, or "
             "trainer.resume_mode=disable.",
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(stored[name])
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

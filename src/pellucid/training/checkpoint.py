@@ -1,0 +1,174 @@
+"""Sharded checkpoints by torch.distributed.checkpoint, readable by any number of ranks and by one process, and gathered weights.
+
+Each rank writes its own shards into `sharded/` beside what else the checkpoint folder holds. Tensors have the names that they have
+in one process.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import PreTrainedModel
+
+from pellucid.training.common.lora import merge_adapters
+from pellucid.training.common.models import check_same_tensors, model_tensors
+from pellucid.training.common.optimizer import ScheduledAdamW
+from pellucid.training.fsdp import SHARDS
+from pellucid.training.sharding import ROOT_PREFIX, Root, Sharding
+
+_MODEL, _OPTIMIZER, _STEPS = "model", "optimizer", "steps"
+
+
+def save_shards(
+    folder: Path, sharding: Sharding, optimizer: ScheduledAdamW | None, version: int, contents: Sequence[str]
+) -> None:
+    """Write this rank's shards of the asked-for parts (`model`, `optimizer`); returns when every rank has."""
+    dcp.save(_state_to_save(sharding, optimizer, version, contents), checkpoint_id=folder / SHARDS)
+
+
+def start_saving_shards(
+    folder: Path, sharding: Sharding, optimizer: ScheduledAdamW | None, version: int, contents: Sequence[str]
+) -> Callable[[], None]:
+    """Copy this rank's shards to memory and write them in the background; returns a function that waits for all ranks' files.
+
+    Training may go on at once: what is written is the state at the time of the call.
+    """
+    if sharding.background is None:
+        # A group of its own: the writer's collectives run beside those of training.
+        sharding.background = dist.new_group(backend="gloo")
+    state = _state_to_save(sharding, optimizer, version, contents)
+    done = dcp.async_save(state, checkpoint_id=folder / SHARDS, process_group=sharding.background)
+    assert isinstance(done, Future)
+
+    def wait() -> None:
+        done.result()
+
+    return wait
+
+
+def load_shards(
+    folder: Path,
+    model: PreTrainedModel,
+    sharding: Sharding | None,
+    optimizer: ScheduledAdamW | None,
+    contents: Sequence[str],
+) -> int | None:
+    """Restore the asked-for parts from the shards of any number of ranks, into any number; returns the policy version.
+
+    The version is None where the optimizer is not restored.
+
+    Raises:
+        UserError: the checkpoint's tensors are not this model's.
+    """
+    root = Root(model) if sharding is None else sharding.root
+    names = list(model_tensors(model)) if sharding is None else sharding.tensor_names
+    shards = dcp.FileSystemReader(folder / SHARDS)
+    stored = shards.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {}
+    if _MODEL in contents:
+        state[_MODEL] = _model_state(root, names)
+        shapes = {name: meta.size for name, meta in stored.items() if isinstance(meta, TensorStorageMetadata)}
+        prefix = f"{_MODEL}."
+        check_same_tensors(
+            {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)},
+            {name: tensor.shape for name, tensor in state[_MODEL].items()},
+            folder,
+        )
+    with_optimizer = _OPTIMIZER in contents and optimizer is not None
+    if with_optimizer:
+        state[_STEPS] = torch.zeros(2, dtype=torch.int64)
+        optimizer.adamw.state.clear()
+        if any(name.startswith(f"{_OPTIMIZER}.") for name in stored):  # there is none before the first step
+            state[_OPTIMIZER] = _optimizer_state(root, optimizer)
+    dcp.load(state, storage_reader=shards, no_dist=sharding is None)
+    if _MODEL in state:
+        _set_model(root, state[_MODEL], whole=False)
+    if not with_optimizer:
+        return None
+    if _OPTIMIZER in state:
+        _set_optimizer(root, optimizer, state[_OPTIMIZER], whole=False)
+    optimizer.num_steps, version = state[_STEPS].tolist()
+    return version
+
+
+def shard_model_tensors(sharding: Sharding, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Give each rank its shards of `tensors`, the model file that one process wrote into `folder`; every rank has it whole.
+
+    Raises:
+        UserError: the checkpoint's tensors are not this model's.
+    """
+    own = {name: tensor.shape for name, tensor in _model_state(sharding.root, sharding.tensor_names).items()}
+    check_same_tensors({name: tensor.shape for name, tensor in tensors.items()}, own, folder)
+    _set_model(sharding.root, tensors, whole=True)
+
+
+def shard_optimizer_tensors(sharding: Sharding, optimizer: ScheduledAdamW, tensors: dict[str, torch.Tensor]) -> None:
+    """Give each rank its shards of `tensors`, what `ScheduledAdamW.state_tensors` returned in one process."""
+    optimizer.adamw.state.clear()
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, value in tensors.items():
+        name, _, key = full_name.rpartition(".")
+        state.setdefault(name, {})[key] = value
+    if state:
+        _set_optimizer(sharding.root, optimizer, state, whole=True)
+
+
+def _set_model(root: torch.nn.Module, tensors: dict[str, Any], *, whole: bool) -> None:
+    named = {ROOT_PREFIX + name: tensor for name, tensor in tensors.items()}
+    # Not strict: tied tensors are stored once, under LoRA the base not at all.
+    set_model_state_dict(root, named, options=StateDictOptions(full_state_dict=whole, strict=False))
+
+
+def _set_optimizer(root: torch.nn.Module, optimizer: ScheduledAdamW, state: dict[str, Any], *, whole: bool) -> None:
+    groups = get_optimizer_state_dict(root, optimizer.adamw)["param_groups"]
+    named = {"state": {ROOT_PREFIX + name: moments for name, moments in state.items()}, "param_groups": groups}
+    set_optimizer_state_dict(root, optimizer.adamw, named, options=StateDictOptions(full_state_dict=whole))
+
+
+def gathered_tensors(sharding: Sharding) -> dict[str, torch.Tensor]:
+    """Return the whole model's tensors in float32 on the CPU, adapters merged in, on rank 0; other ranks get none.
+
+    Names are Hugging Face's, tied tensors are there once. Collective: every rank calls it.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole: dict[str, Any] = get_model_state_dict(sharding.root, options=options)
+    if sharding.rank != 0:
+        return {}
+    return merge_adapters({name: whole[ROOT_PREFIX + name] for name in sharding.state_names}, sharding.root)
+
+
+def _state_to_save(
+    sharding: Sharding, optimizer: ScheduledAdamW | None, version: int, contents: Sequence[str]
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    if _MODEL in contents:
+        state[_MODEL] = _model_state(sharding.root, sharding.tensor_names)
+    if _OPTIMIZER in contents and optimizer is not None:
+        state[_STEPS] = torch.tensor([optimizer.num_steps, version])
+        if optimizer.num_steps:
+            state[_OPTIMIZER] = _optimizer_state(sharding.root, optimizer)
+    return state
+
+
+def _model_state(root: torch.nn.Module, names: list[str]) -> dict[str, Any]:
+    """Return the sharded tensors of a checkpoint under their names in the model."""
+    tensors = get_model_state_dict(root)
+    return {name: tensors[ROOT_PREFIX + name] for name in names}
+
+
+def _optimizer_state(root: torch.nn.Module, optimizer: ScheduledAdamW) -> dict[str, Any]:
+    """Return {parameter: {exp_avg, exp_avg_sq, step}}, sharded as the parameters are; made where there is none yet."""
+    state: Any = get_optimizer_state_dict(root, optimizer.adamw)["state"]
+    return {name.removeprefix(ROOT_PREFIX): moments for name, moments in state.items()}
