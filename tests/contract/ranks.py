@@ -1,5 +1,6 @@
 """A pool of worker processes that become the ranks of one process group after another, for tests of sharded engines."""
 
+import faulthandler
 import itertools
 import multiprocessing as mp
 import traceback
@@ -58,11 +59,12 @@ class Ranks:
 def _serve(pipe: Connection) -> None:
     from pellucid.training.sharding import join_ranks, leave_ranks
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     while True:
         rank, num_ranks, store, function, args = pipe.recv()
         try:
-            join_ranks(rank, num_ranks, init_method=store, device=torch.device("cpu"), timeout_s=30)
+            join_ranks(rank, num_ranks, init_method=store, device=torch.device("cpu"), timeout_s=10)
             pipe.send((None, function(*args)))
         except Exception:  # noqa: BLE001 the test process reports it
             pipe.send((f"rank {rank}: {traceback.format_exc()}", None))

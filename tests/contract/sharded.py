@@ -1,23 +1,28 @@
 """What each rank runs in `test_sharded_engine.py`, and the same in one process: functions of plain arguments to plain results."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from tiny import CPU, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
-from pellucid.training.common.heads import LogProbHead
-from pellucid.training.common.models import model_tensors
+from pellucid.errors import UserError
+from pellucid.training.checkpoint import gathered_state, gathered_tensors
+from pellucid.training.common.heads import LogProbHead, ValueHead
+from pellucid.training.common.lora import add_lora, lora_layers
+from pellucid.training.common.models import enable_gradient_checkpointing, merged_tensors, model_tensors, output_head
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
-from pellucid.training.protocol import TokenScores
-from pellucid.training.sharding import ROOT_PREFIX, Sharding, ShardingPlan
+from pellucid.training.protocol import NonFiniteError, TokenHead, TokenScores
+from pellucid.training.sharding import Sharding, ShardingPlan
 
 TEMPERATURE = 0.8
+WHOLE_STATE = ["model", "optimizer"]
+State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,19 +31,23 @@ class Setup:
 
     plan: ShardingPlan | None = None
     architecture: str = "llama"
+    role: Literal["policy", "lora", "critic"] = "policy"
+    exact_kl: bool = False
+    """The loss has the exact KL to a frozen reference: under LoRA the policy without its adapters, else a model of its own."""
     seed: int = 0
     max_tokens: int = 60
     num_sequences: int = 8
     lr: float = 1e-2
     grad_clip: float = 1e9
     dtype: torch.dtype = torch.float32
+    gradient_checkpointing: bool = False
 
 
 def tokens(length: int, seed: int) -> list[int]:
     return torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def sequences(number: int) -> list[TokenSequence]:
+def sequences(number: int = 8) -> list[TokenSequence]:
     """Groups of three, one and four in mixed order, responses of 1 to 17 tokens, prompts of 3 to 12."""
     prompts = {0: tokens(7, 100), 1: tokens(3, 101), 2: tokens(12, 102)}
     rows = [(0, 9), (2, 4), (0, 1), (1, 17), (2, 11), (0, 6), (2, 1), (2, 12)]
@@ -47,12 +56,31 @@ def sequences(number: int) -> list[TokenSequence]:
 
 def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
     """A loss in which every row has another weight: a row that lands at another's place shows."""
-    assert scores.logp is not None
-    return ((scores.logp.square() - scores.logp).sum(dim=1) * (torch.tensor(rows) + 1)).sum() / 500
+    results = scores.logp if scores.values is None else scores.values
+    assert results is not None
+    terms = results.square() - results
+    if scores.kl is not None:
+        terms = terms + 3 * scores.kl
+    return (terms.sum(dim=1) * (torch.tensor(rows) + 1)).sum() / 500
 
 
 def make_model(setup: Setup) -> PreTrainedModel:
-    return tiny_model(setup.architecture, seed=setup.seed)
+    model = tiny_model(setup.architecture, seed=setup.seed)
+    generator = torch.Generator().manual_seed(setup.seed + 50)
+    if setup.role == "critic":
+        head = torch.nn.Linear(output_head(model).in_features, 1, bias=False)
+        with torch.no_grad():
+            head.weight.copy_(0.3 * torch.randn(head.weight.shape, generator=generator))
+        model.set_output_embeddings(head)
+    if setup.role == "lora":
+        add_lora(model, rank=3, alpha=6, target_modules="all-linear", seed=setup.seed)
+        with torch.no_grad():  # B starts at zero: moved, so that every adapter has a gradient and an effect
+            for name, parameter in model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    if setup.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
 
 
 def make_engine(setup: Setup, model: PreTrainedModel | None = None) -> FsdpEngine:
@@ -65,67 +93,160 @@ def make_engine(setup: Setup, model: PreTrainedModel | None = None) -> FsdpEngin
     return FsdpEngine(model, optimizer, cut, device=CPU, dtype=setup.dtype, sharding=sharding)
 
 
-def updates(setup: Setup, number: int = 3) -> list[tuple[torch.Tensor, float, float, int]]:
-    """(log-probs, loss, gradient norm, tokens) of some updates in a row, and the log-probs after the last."""
+def make_head(setup: Setup, engine: FsdpEngine) -> TokenHead:
+    if setup.role == "critic":
+        return ValueHead()
+    if not setup.exact_kl:
+        return LogProbHead(TEMPERATURE)
+    if setup.role == "lora":
+        model, sharding = engine.model, engine.sharding
+    else:
+        model = tiny_model(setup.architecture, seed=9).requires_grad_(False)
+        sharding = None if setup.plan is None else Sharding(model, setup.plan, CPU)
+    reference = FsdpEngine(
+        model,
+        None,
+        MicroBatching(None, None),
+        device=CPU,
+        dtype=setup.dtype,
+        sharding=sharding,
+        without_adapters=bool(lora_layers(model)),
+    )
+    return LogProbHead(TEMPERATURE, reference=reference)
+
+
+def state_of(engine: FsdpEngine) -> State:
+    """Return weights and moments of the whole model, on rank 0."""
+    assert engine.optimizer is not None
+    if engine.sharding is not None:
+        return gathered_state(engine.sharding, engine.optimizer)
+    tensors = model_tensors(engine.model) | engine.optimizer.state_tensors()
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@dataclass
+class Trace:
+    """What some updates in a row gave."""
+
+    results: list[torch.Tensor]
+    """[B, T] of the forward pass before, of each update, and of the forward pass after."""
+    kl: list[torch.Tensor]
+    numbers: list[tuple[float, float, float]]
+    """Loss, gradient norm and learning rate of each update."""
+    state: State
+
+
+def run_updates(setup: Setup, number: int = 3) -> Trace:
     engine, rows = make_engine(setup), sequences(setup.num_sequences)
-    head = LogProbHead(TEMPERATURE)
-    before = engine.forward(rows, head)
-    results: list[Any] = [(before.logp, 0.0, 0.0, before.num_input_tokens)]
+    head = make_head(setup, engine)
+    scores, numbers = [engine.forward(rows, head)], []
     for _ in range(number):
         result = engine.train_mini_batch(rows, head, loss)
-        results.append((result.scores.logp, result.loss, result.grad_norm, result.scores.num_input_tokens))
-    after = engine.forward(rows, head)
-    return [*results, (after.logp, 0.0, 0.0, after.num_input_tokens)]
+        scores.append(result.scores)
+        numbers.append((result.loss, result.grad_norm, result.lr))
+    scores.append(engine.forward(rows, head))
+    assert engine.version == number
+    results = [one.values if one.logp is None else one.logp for one in scores]
+    return Trace(results, [one.kl for one in scores if one.kl is not None], numbers, state_of(engine))  # pyright: ignore[reportArgumentType]
 
 
-def trained_state(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    """Weights and moments of the whole model, on rank 0."""
-    if engine.sharding is None:
-        assert engine.optimizer is not None
-        return {name: tensor.detach() for name, tensor in model_tensors(engine.model).items()} | engine.optimizer.state_tensors()
-    assert engine.optimizer is not None
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    root, names = engine.sharding.root, engine.sharding.tensor_names
-    tensors: dict[str, Any] = get_model_state_dict(root, options=options)
-    moments: Any = get_optimizer_state_dict(root, engine.optimizer.adamw, options=options).get("state", {})
-    if engine.sharding.rank:
-        return {}
-    return {name: tensors[ROOT_PREFIX + name] for name in names} | {
-        f"{name.removeprefix(ROOT_PREFIX)}.{key}": value for name, values in moments.items() for key, value in values.items()
-    }
-
-
-def train_and_save(setup: Setup, folder: Path, *, background: bool) -> dict[str, torch.Tensor]:
-    """One update, a checkpoint, the state that it should hold, and one more update while it is written."""
+def local_bytes(setup: Setup) -> tuple[int, int]:
+    """Bytes of weights and of optimizer state that this rank holds after an update."""
     engine = make_engine(setup)
-    engine.train_mini_batch(sequences(8), LogProbHead(TEMPERATURE), loss)
-    if background:
-        wait = engine.start_saving(folder, ["model", "optimizer"])
-    else:
-        engine.save(folder, ["model", "optimizer"])
-    state = {name: tensor.clone() for name, tensor in trained_state(engine).items()}
-    engine.train_mini_batch(sequences(8), LogProbHead(TEMPERATURE), loss)
-    if background:
-        wait()
+    engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    assert engine.optimizer is not None
+    moments = [value for name, value in engine.optimizer.state_tensors().items() if not name.endswith(".step")]
+    sizes = [
+        sum(Sharding.local(tensor).numel() * tensor.element_size() for tensor in tensors)
+        for tensors in (engine.optimizer.parameters.values(), moments)
+    ]
+    return sizes[0], sizes[1]
+
+
+def run_broken(setup: Setup, where: Literal["loss", "gradient"]) -> Any:
+    """An update that fails on the rank that has row 3 alone, then a good one: the error, what it changed, and the good one."""
+    engine = make_engine(setup)
+    before = state_of(engine)
+
+    def broken(rows: list[int], scores: TokenScores) -> torch.Tensor:
+        assert scores.logp is not None
+        if 3 not in rows:
+            return loss(rows, scores)
+        if where == "loss":
+            return loss(rows, scores) * math.nan
+        return (scores.logp - scores.logp.detach()).abs().sqrt().sum()  # zero, with an infinite slope
+
+    try:
+        engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), broken)
+        raise AssertionError("no error")
+    except NonFiniteError as error:
+        caught = (error.quantity, str(error.value), error.rows)
+    after = state_of(engine)
+    result = engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    return caught, unchanged, engine.version, (result.loss, result.grad_norm)
+
+
+def save_now(setup: Setup, folder: Path) -> State:
+    """Write a checkpoint after one update and return the state that it should hold."""
+    engine = make_engine(setup)
+    engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    engine.save(folder, WHOLE_STATE)
+    return state_of(engine)
+
+
+def save_in_background(setup: Setup, folder: Path) -> State:
+    """As `save_now`, with one more update while the files are written."""
+    engine = make_engine(setup)
+    engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    wait = engine.start_saving(folder, WHOLE_STATE)
+    state = state_of(engine)
+    engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    wait()
     return state
 
 
-def load_and_train(setup: Setup, folder: Path, number: int) -> tuple[int, dict, dict, list[tuple[float, float, float]]]:
-    """Version and state after loading; the state after `number` more updates, and their (loss, norm, lr)."""
+def save_untrained(setup: Setup, folder: Path) -> State:
+    """Write a checkpoint before the first update, and return the state after that update."""
     engine = make_engine(setup)
-    engine.load(folder, ["model", "optimizer"])
-    version = engine.version
-    loaded = {name: tensor.clone() for name, tensor in trained_state(engine).items()}
-    results = [engine.train_mini_batch(sequences(8), LogProbHead(TEMPERATURE), loss) for _ in range(number)]
-    trained = {name: tensor.clone() for name, tensor in trained_state(engine).items()}
-    return version, loaded, trained, [(result.loss, result.grad_norm, result.lr) for result in results]
+    engine.save(folder, WHOLE_STATE)
+    engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    return state_of(engine)
 
 
-def save_now(setup: Setup, folder: Path) -> dict[str, torch.Tensor]:
-    """See `train_and_save`."""
-    return train_and_save(setup, folder, background=False)
+def load_and_train(setup: Setup, folder: Path, number: int) -> tuple[int, State, State]:
+    """Return version and state after loading into other weights, and the state after `number` more updates."""
+    engine = make_engine(replace(setup, seed=setup.seed + 1))
+    engine.forward(sequences(), LogProbHead(TEMPERATURE))  # gathers the weights that loading must replace
+    engine.load(folder, WHOLE_STATE)
+    version, loaded = engine.version, state_of(engine)
+    for _ in range(number):
+        engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    return version, loaded, state_of(engine)
 
 
-def save_in_background(setup: Setup, folder: Path) -> dict[str, torch.Tensor]:
-    """See `train_and_save`."""
-    return train_and_save(setup, folder, background=True)
+def load_error(setup: Setup, folder: Path) -> str:
+    """Return what loading `folder` is refused with."""
+    try:
+        make_engine(setup).load(folder, WHOLE_STATE)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def export(setup: Setup) -> State:
+    """Return the whole weights after an update, adapters merged in."""
+    engine = make_engine(setup)
+    engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    if engine.sharding is not None:
+        return gathered_tensors(engine.sharding)
+    return {name: tensor.detach() for name, tensor in merged_tensors(engine.model).items()}
+
+
+def mesh_error(fsdp_size: int) -> str:
+    """Return what a mesh of shards of `fsdp_size` ranks is refused with."""
+    try:
+        make_engine(Setup(ShardingPlan("fsdp2", fsdp_size)))
+    except UserError as error:
+        return str(error)
+    return "no error"

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from pellucid.training.common.lora import merge_adapters
@@ -47,7 +48,9 @@ def start_saving_shards(
     """
     if sharding.background is None:
         # A group of its own: the writer's collectives run beside those of training.
-        sharding.background = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        sharding.background = group
     state = _state_to_save(sharding, optimizer, version, contents)
     done = dcp.async_save(state, checkpoint_id=folder / SHARDS, process_group=sharding.background)
     assert isinstance(done, Future)
@@ -86,19 +89,19 @@ def load_shards(
             {name: tensor.shape for name, tensor in state[_MODEL].items()},
             folder,
         )
-    with_optimizer = _OPTIMIZER in contents and optimizer is not None
-    if with_optimizer:
+    optimizer = optimizer if _OPTIMIZER in contents else None
+    if optimizer is not None:
         state[_STEPS] = torch.zeros(2, dtype=torch.int64)
         optimizer.adamw.state.clear()
         if any(name.startswith(f"{_OPTIMIZER}.") for name in stored):  # there is none before the first step
             state[_OPTIMIZER] = _optimizer_state(root, optimizer)
     dcp.load(state, storage_reader=shards, no_dist=sharding is None)
     if _MODEL in state:
-        _set_model(root, state[_MODEL], whole=False)
-    if not with_optimizer:
+        _set_model(root, state[_MODEL], {} if sharding is None else sharding.tied)
+    if optimizer is None:
         return None
     if _OPTIMIZER in state:
-        _set_optimizer(root, optimizer, state[_OPTIMIZER], whole=False)
+        _set_optimizer(root, optimizer, state[_OPTIMIZER])
     optimizer.num_steps, version = state[_STEPS].tolist()
     return version
 
@@ -109,44 +112,73 @@ def shard_model_tensors(sharding: Sharding, tensors: dict[str, torch.Tensor], fo
     Raises:
         UserError: the checkpoint's tensors are not this model's.
     """
-    own = {name: tensor.shape for name, tensor in _model_state(sharding.root, sharding.tensor_names).items()}
-    check_same_tensors({name: tensor.shape for name, tensor in tensors.items()}, own, folder)
-    _set_model(sharding.root, tensors, whole=True)
+    own = _model_state(sharding.root, sharding.tensor_names)
+    check_same_tensors(
+        {name: tensor.shape for name, tensor in tensors.items()},
+        {name: tensor.shape for name, tensor in own.items()},
+        folder,
+    )
+    sharded = {name: _shard_like(own[name], tensor) for name, tensor in tensors.items()}
+    _set_model(sharding.root, sharded, sharding.tied)
 
 
 def shard_optimizer_tensors(sharding: Sharding, optimizer: ScheduledAdamW, tensors: dict[str, torch.Tensor]) -> None:
     """Give each rank its shards of `tensors`, what `ScheduledAdamW.state_tensors` returned in one process."""
     optimizer.adamw.state.clear()
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    for full_name, value in tensors.items():
+    if not tensors:
+        return
+    state = _optimizer_state(sharding.root, optimizer)
+    for full_name, whole in tensors.items():
         name, _, key = full_name.rpartition(".")
-        state.setdefault(name, {})[key] = value
-    if state:
-        _set_optimizer(sharding.root, optimizer, state, whole=True)
+        state[name][key] = _shard_like(state[name][key], whole)
+    _set_optimizer(sharding.root, optimizer, state)
 
 
-def _set_model(root: torch.nn.Module, tensors: dict[str, Any], *, whole: bool) -> None:
+def _shard_like(own: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    if not isinstance(own, DTensor):
+        return whole
+    # Every rank has the whole tensor, so each takes its part without asking the others.
+    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _set_model(root: torch.nn.Module, tensors: dict[str, Any], tied: dict[str, str]) -> None:
+    tensors = tensors | {name: tensors[kept] for name, kept in tied.items() if kept in tensors}
     named = {ROOT_PREFIX + name: tensor for name, tensor in tensors.items()}
-    # Not strict: tied tensors are stored once, under LoRA the base not at all.
-    set_model_state_dict(root, named, options=StateDictOptions(full_state_dict=whole, strict=False))
+    # Not strict: under LoRA the base is not stored.
+    set_model_state_dict(root, named, options=StateDictOptions(strict=False))
 
 
-def _set_optimizer(root: torch.nn.Module, optimizer: ScheduledAdamW, state: dict[str, Any], *, whole: bool) -> None:
+def _set_optimizer(root: torch.nn.Module, optimizer: ScheduledAdamW, state: dict[str, Any]) -> None:
     groups = get_optimizer_state_dict(root, optimizer.adamw)["param_groups"]
     named = {"state": {ROOT_PREFIX + name: moments for name, moments in state.items()}, "param_groups": groups}
-    set_optimizer_state_dict(root, optimizer.adamw, named, options=StateDictOptions(full_state_dict=whole))
+    set_optimizer_state_dict(root, optimizer.adamw, named)
 
 
 def gathered_tensors(sharding: Sharding) -> dict[str, torch.Tensor]:
     """Return the whole model's tensors in float32 on the CPU, adapters merged in, on rank 0; other ranks get none.
 
-    Names are Hugging Face's, tied tensors are there once. Collective: every rank calls it.
+    Names are Hugging Face's, tied tensors are there once. One tensor is gathered at a time. Collective: every rank calls it.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole: dict[str, Any] = get_model_state_dict(sharding.root, options=options)
-    if sharding.rank != 0:
-        return {}
-    return merge_adapters({name: whole[ROOT_PREFIX + name] for name in sharding.state_names}, sharding.root)
+    tensors = _gather(_model_state(sharding.root, sharding.state_names), sharding)
+    return merge_adapters(tensors, sharding.root) if tensors else {}
+
+
+def gathered_state(sharding: Sharding, optimizer: ScheduledAdamW) -> dict[str, torch.Tensor]:
+    """Return what the two files of one process hold, on rank 0; other ranks get nothing. Collective, as `gathered_tensors`."""
+    state = _model_state(sharding.root, sharding.tensor_names)
+    if optimizer.num_steps:
+        for name, moments in _optimizer_state(sharding.root, optimizer).items():
+            state |= {f"{name}.{key}": value for key, value in moments.items()}
+    return _gather(state, sharding)
+
+
+def _gather(tensors: dict[str, Any], sharding: Sharding) -> dict[str, torch.Tensor]:
+    whole = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if sharding.rank == 0:
+            whole[name] = tensor.detach().to("cpu", copy=True)
+    return whole
 
 
 def _state_to_save(

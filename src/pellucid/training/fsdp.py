@@ -127,7 +127,7 @@ class FsdpEngine:
             if rows:
                 micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
             else:  # keeps the ranks' collectives in step: every weight gets a gradient, of zero
-                micro_loss = 0.0 * sum(values.sum() for _, values in scores.items() if values.requires_grad)
+                micro_loss = 0.0 * torch.stack([values.sum() for _, values in scores.items()]).sum()
             value = float(micro_loss.detach())
             if rows and not math.isfinite(value):
                 failure = failure or NonFiniteError("loss", value, rows)
@@ -136,7 +136,7 @@ class FsdpEngine:
             if self.sharding is not None:
                 micro_loss = micro_loss * self.sharding.num_ranks  # ranks' gradients are averaged, and the loss is a sum
             micro_loss.backward()
-            total_loss += value
+            total_loss += value if rows else 0.0
             results.store(rows, inputs, scores)
             if on_done and rows:
                 on_done(len(rows))
@@ -215,24 +215,31 @@ class FsdpEngine:
         Raises:
             UserError: the checkpoint's tensors are not this model's.
         """
+        if self.sharding is not None or (folder / SHARDS).is_dir():
+            self._load_over_ranks(folder, contents)
+            return
+        if "model" in contents:
+            load_weights(self.model, folder / MODEL_FILE)
+        if "optimizer" in contents and self.optimizer is not None:
+            tensors = load_file(folder / OPTIMIZER_FILE)
+            num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
+            self.optimizer.load_state_tensors(tensors, num_steps)
+
+    def _load_over_ranks(self, folder: Path, contents: Sequence[str]) -> None:
+        """Load what several ranks wrote into any number of them, or what one process wrote into several."""
         from pellucid.training import checkpoint
 
         if (folder / SHARDS).is_dir():
             version = checkpoint.load_shards(folder, self.model, self.sharding, self.optimizer, contents)
             self.version = self.version if version is None else version
             return
-        if "model" in contents and self.sharding is not None:
+        assert self.sharding is not None
+        if "model" in contents:
             checkpoint.shard_model_tensors(self.sharding, load_file(folder / MODEL_FILE), folder)
-        elif "model" in contents:
-            load_weights(self.model, folder / MODEL_FILE)
         if "optimizer" in contents and self.optimizer is not None:
             tensors = load_file(folder / OPTIMIZER_FILE)
-            num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
-            if self.sharding is not None:
-                checkpoint.shard_optimizer_tensors(self.sharding, self.optimizer, tensors)
-                self.optimizer.num_steps = num_steps
-            else:
-                self.optimizer.load_state_tensors(tensors, num_steps)
+            self.optimizer.num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
+            checkpoint.shard_optimizer_tensors(self.sharding, self.optimizer, tensors)
 
     def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[tuple[list[int], ModelInput]]:
         """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without rows."""
@@ -243,11 +250,12 @@ class FsdpEngine:
         ranks, packed = self.sharding.num_ranks, self.micro_batching.packed
         mine = split_over_ranks(sequences, ranks, share_prompts=packed)[self.sharding.rank]
         micro_batches = self._split(sequences, mine)
+        missing = self.sharding.largest(len(micro_batches)) - len(micro_batches)  # before the first pass, on every rank
         for rows in micro_batches:
             yield rows, self._input([sequences[row] for row in rows])
-        # A token of this rank's own rows, so that it can break nothing that is whole.
+        # A token of this rank's own rows: where it makes a NaN, these rows have made one before.
         prompt = sequences[mine[0] if mine else 0].prompt_ids[:1] if sequences else [0]
-        for _ in range(self.sharding.largest(len(micro_batches)) - len(micro_batches)):
+        for _ in range(missing):
             yield [], self._input([TokenSequence(prompt, prompt, 0)])
 
     def _split(self, sequences: list[TokenSequence], among: list[int]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from pellucid.training.common.packing import ModelInput, TokenSequence
 
 Progress = Callable[[int], None]
-"""Called with the number of sequences just finished."""
+"""Called with the number of sequences just finished, on each rank with those of its share."""
 
 
 class NonFiniteError(RuntimeError):

@@ -103,6 +103,7 @@ class Root(torch.nn.Module):
         self.model = model
 
     def forward(self, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` does: tensors, or a dict of them."""
         return compute()
 
 
@@ -128,6 +129,8 @@ class Sharding:
         self.tensor_names = list(model_tensors(model))
         """What a checkpoint holds: tied tensors once, under LoRA the adapters alone."""
         self.state_names = state_names(model)
+        self.tied = _tied(model)
+        """Other names of tied tensors, and the one that they are kept under."""
         self.root: Any = _wrap(model, plan, self.mesh, device)
         self.background: dist.ProcessGroup | None = None
         self._running = False
@@ -149,7 +152,7 @@ class Sharding:
 
     def reshard(self) -> None:
         """Drop gathered weights after passes without a backward one: the next gather must see the weights of its time."""
-        if isinstance(self.root, FSDPModule):
+        if self.plan.strategy == "fsdp2":
             for module in self.root.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
@@ -183,6 +186,12 @@ class Sharding:
         return next((found for found in items if found is not None), None)
 
 
+def _tied(model: torch.nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: kept for name, tensor in named if (kept := first.setdefault(id(tensor), name)) != name}
+
+
 def plain_name(name: str) -> str:
     """Return a parameter's name in the model from its name under the wrappers."""
     return name.replace("_fsdp_wrapped_module.", "").removeprefix(ROOT_PREFIX)
@@ -197,7 +206,8 @@ def decoder_layers(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, st
                 yield parent, name, child
 
 
-def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: torch.device) -> torch.nn.Module:
+def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: torch.device) -> Any:
+    assert not (plan.param_offload and device.type == "cpu"), "on a CPU there is nothing to offload to"
     root = Root(model)
     layers = list(decoder_layers(model))
     if plan.strategy == "fsdp2":
@@ -210,9 +220,10 @@ def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: 
             )
         # The head is used after the last layer and the backward pass begins with it, so it stays gathered in between.
         return fully_shard(root, mesh=mesh, offload_policy=offload, reshard_after_forward=False)
+    copies = mesh.ndim == 2 and mesh[SHARD].size() == 1  # whole on every rank: FSDP takes no mesh of one-rank shards
     options = {
-        "device_mesh": mesh,
-        "sharding_strategy": _fsdp1_strategy(plan, mesh),
+        "device_mesh": mesh[REPLICATE] if copies else mesh,
+        "sharding_strategy": ShardingStrategy.NO_SHARD if copies else _fsdp1_strategy(plan, mesh),
         "cpu_offload": CPUOffload(offload_params=plan.param_offload),
         "use_orig_params": True,
         "device_id": device,

@@ -1,0 +1,224 @@
+"""The training engine over several ranks must do what it does in one process, with FSDP and with FSDP2.
+
+`sharded.py` has what each rank runs, `ranks.py` the processes that run it.
+"""
+
+from dataclasses import replace
+
+import pytest
+import sharded
+import torch
+from ranks import Ranks
+from sharded import Setup, State, Trace
+from tiny import plain_copy
+from transformers import AutoModelForCausalLM
+
+from pellucid.training.common.models import load_tokenizer, save_hf_model
+from pellucid.training.sharding import ShardingPlan
+
+STRATEGIES = ["fsdp2", "fsdp"]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    pool = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=STRATEGIES)
+def plan(request) -> ShardingPlan:
+    return ShardingPlan(request.param)
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-12))
+
+
+def vector(state: State, kind: str) -> torch.Tensor:
+    """The tensors of a kind as one: moments, matrices or biases."""
+    # A bias of the keys has no gradient but rounding, which AdamW scales up to whole steps.
+    named = [name for name in sorted(state) if name.endswith(kind) and not name.endswith("query_key_value.bias")]
+    return torch.cat([state[name].flatten() for name in named] or [torch.zeros(1)])
+
+
+def assert_close(state: State, expected: State, tolerance: float) -> None:
+    assert state.keys() == expected.keys()
+    for name in expected:
+        assert relative(state[name], expected[name]) < tolerance, name
+
+
+def assert_equal(state: State, expected: State) -> None:
+    assert state.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(state[name], expected[name])]
+
+
+def assert_agree(traces: list[Trace], expected: Trace, tolerance: float = TOLERANCE) -> None:
+    """Every rank has the same results; they, and the weights and moments, are those of one process."""
+    for trace in traces:
+        assert trace.numbers == traces[0].numbers
+        for one, other, alone in zip(trace.results, traces[0].results, expected.results, strict=True):
+            assert torch.equal(one, other)
+            assert relative(one, alone) < tolerance
+        for one, alone in zip(trace.kl, expected.kl, strict=True):
+            assert relative(one, alone) < 10 * tolerance  # a small difference of large numbers
+        for one, alone in zip(trace.numbers, expected.numbers, strict=True):
+            assert one == pytest.approx(alone, rel=tolerance)
+    for kind in (".exp_avg", ".exp_avg_sq", ".weight", ".bias"):
+        assert relative(vector(traces[0].state, kind), vector(expected.state, kind)) < tolerance, kind
+
+
+# --- results, losses, gradients ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_updates_agree_with_one_process(ranks, plan, num_ranks):
+    expected = sharded.run_updates(Setup())
+    assert expected.numbers[0][0] > 2 * expected.numbers[2][0] > 0  # training moves far
+    assert_agree(ranks.run(num_ranks, sharded.run_updates, Setup(plan)), expected)
+
+
+VARIANTS = {
+    "tied": (2, Setup(architecture="llama_tied")),
+    "gpt_neox": (2, Setup(architecture="gpt_neox")),
+    "critic": (2, Setup(role="critic")),
+    "lora": (2, Setup(role="lora")),
+    "kl": (2, Setup(exact_kl=True)),
+    "lora-kl": (2, Setup(role="lora", exact_kl=True)),
+    "lora-checkpointing": (2, Setup(role="lora", gradient_checkpointing=True)),
+    "checkpointing": (2, Setup(gradient_checkpointing=True)),
+    "clipped": (4, Setup(grad_clip=0.5)),
+    "unlike-numbers-of-micro-batches": (4, Setup(max_tokens=29)),
+    "fewer-sequences-than-ranks": (4, Setup(num_sequences=3)),
+    "one-sequence": (2, Setup(num_sequences=1)),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_agree_with_one_process(ranks, plan, variant):
+    num_ranks, setup = VARIANTS[variant]
+    expected = sharded.run_updates(setup)
+    assert expected.numbers[0][1] > 0.1
+    assert_agree(ranks.run(num_ranks, sharded.run_updates, replace(setup, plan=plan)), expected)
+
+
+@pytest.mark.parametrize("options", [{"fsdp_size": 2}, {"fsdp_size": 1}, {"reshard_after_forward": False}], ids=str)
+def test_meshes_agree_with_one_process(ranks, plan, options):
+    setup = Setup(replace(plan, **options))
+    assert_agree(ranks.run(4, sharded.run_updates, setup), sharded.run_updates(Setup()))
+
+
+def test_a_rank_holds_its_share_only(ranks, plan):
+    whole = sharded.local_bytes(Setup())
+    assert whole[1] == 2 * whole[0]
+    for num_ranks, fsdp_size in [(2, -1), (4, -1), (4, 2)]:
+        holders = num_ranks if fsdp_size == -1 else fsdp_size
+        sizes = ranks.run(num_ranks, sharded.local_bytes, Setup(replace(plan, fsdp_size=fsdp_size)))
+        for part in (0, 1):
+            assert sum(size[part] for size in sizes) == whole[part] * num_ranks / holders
+            assert max(size[part] for size in sizes) < 1.2 * whole[part] / holders
+
+
+def test_bf16_layers_compute_close_to_one_process(ranks, plan):
+    exact, alone = sharded.run_updates(Setup(lr=0.0), 1), sharded.run_updates(Setup(lr=0.0, dtype=torch.bfloat16), 1)
+    setup = Setup(replace(plan, param_dtype=torch.bfloat16), lr=0.0, dtype=torch.bfloat16)
+    trace = ranks.run(2, sharded.run_updates, setup, 1)[0]
+    assert all(tensor.dtype == torch.float32 for tensor in trace.state.values())
+    rounding = relative(alone.results[1], exact.results[1])
+    assert 0 < relative(trace.results[1], exact.results[1]) < 2 * rounding
+    moments = [name for name in exact.state if name.endswith(".exp_avg")]
+    gradients = [torch.cat([one.state[name].flatten() for name in moments]) for one in (exact, alone, trace)]
+    assert relative(gradients[2], gradients[0]) < 3 * relative(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_breaks_on_one_rank_stops_all(ranks, plan, where):
+    alone = sharded.run_broken(Setup(), where)
+    answers = ranks.run(2, sharded.run_broken, Setup(plan), where)
+    for caught, unchanged, version, after in answers:
+        assert caught == answers[0][0]
+        assert caught[0] == alone[0][0] and (where == "gradient" or 3 in caught[2])
+        assert unchanged and version == 1
+        assert after == answers[0][3] == pytest.approx(alone[3], rel=TOLERANCE)
+
+
+def test_a_mesh_that_does_not_divide_is_refused(ranks):
+    (answer, *_) = ranks.run(4, sharded.mesh_error, 3)
+    assert "actor_rollout_ref.actor.fsdp_config.fsdp_size" in answer
+    assert "4 = 1 × 3 + 1" in answer and "1, 2, 4" in answer
+    assert "8 is no part of 2" in ranks.run(2, sharded.mesh_error, 8)[0]
+
+
+# --- the state on disk ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", [Setup(architecture="llama_tied"), Setup(role="lora")], ids=["tied", "lora"])
+def test_a_checkpoint_is_read_by_any_number_of_ranks(ranks, plan, setup, tmp_path):
+    setup = replace(setup, plan=plan)
+    saved = ranks.run(2, sharded.save_now, setup, tmp_path)[0]
+    for num_ranks in (1, 2, 4):
+        version, loaded, _ = ranks.run(num_ranks, sharded.load_and_train, setup, tmp_path, 0)[0]
+        assert version == 1
+        assert_equal(loaded, saved)
+    version, loaded, _ = sharded.load_and_train(replace(setup, plan=None), tmp_path, 0)
+    assert version == 1
+    assert_equal(loaded, saved)
+
+
+def test_a_checkpoint_of_one_process_is_read_by_ranks(ranks, plan, tmp_path):
+    saved = sharded.save_now(Setup(architecture="llama_tied"), tmp_path)
+    version, loaded, _ = ranks.run(2, sharded.load_and_train, Setup(plan, "llama_tied"), tmp_path, 0)[0]
+    assert version == 1
+    assert_equal(loaded, saved)
+
+
+def test_the_other_strategy_reads_a_checkpoint(ranks, tmp_path):
+    saved = ranks.run(2, sharded.save_now, Setup(ShardingPlan("fsdp")), tmp_path)[0]
+    _, loaded, _ = ranks.run(4, sharded.load_and_train, Setup(ShardingPlan("fsdp2", 2)), tmp_path, 0)[0]
+    assert_equal(loaded, saved)
+
+
+def test_a_resumed_run_continues_bitwise(ranks, plan, tmp_path):
+    straight = ranks.run(2, sharded.run_updates, Setup(plan))[0].state
+    ranks.run(2, sharded.save_now, Setup(plan), tmp_path)
+    _, _, resumed = ranks.run(2, sharded.load_and_train, Setup(plan), tmp_path, 2)[0]
+    assert_equal(resumed, straight)
+
+
+def test_a_checkpoint_before_the_first_update_continues_bitwise(ranks, plan, tmp_path):
+    straight = ranks.run(2, sharded.save_untrained, Setup(plan), tmp_path)[0]
+    version, _, resumed = ranks.run(2, sharded.load_and_train, Setup(plan), tmp_path, 1)[0]
+    assert version == 0
+    assert_equal(resumed, straight)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(ranks, plan, tmp_path):
+    saved = ranks.run(2, sharded.save_in_background, Setup(plan), tmp_path)[0]
+    version, loaded, _ = ranks.run(2, sharded.load_and_train, Setup(plan), tmp_path, 0)[0]
+    assert version == 1
+    assert_equal(loaded, saved)
+
+
+def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
+    plan = ShardingPlan("fsdp2")
+    ranks.run(2, sharded.save_now, Setup(plan), tmp_path)
+    for answer in ranks.run(2, sharded.load_error, Setup(plan, "gpt_neox"), tmp_path):
+        assert "trainer.resume_mode" in answer and "another model" in answer
+    assert "lora_rank 0, and this one has 3" in ranks.run(1, sharded.load_error, Setup(plan, role="lora"), tmp_path)[0]
+
+
+@pytest.mark.parametrize("setup", [Setup(architecture="llama_tied"), Setup(role="lora")], ids=["tied", "lora"])
+def test_gathered_weights_are_a_hugging_face_model(ranks, plan, setup, tmp_path):
+    alone, *others = (sharded.export(setup), *ranks.run(2, sharded.export, replace(setup, plan=plan)))
+    whole, rest = others
+    assert not rest  # rank 0 has them
+    assert_close(whole, alone, TOLERANCE)
+    model = sharded.tiny_model(setup.architecture)  # as the exporting rank has it: of the right kind, with other weights
+    save_hf_model(model, load_tokenizer("builtin"), tmp_path, tensors=whole)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        for name, tensor in dict(model.named_parameters()).items():
+            tensor.copy_(whole[name])
+    ids = torch.tensor([sharded.tokens(9, 4)])
+    torch.testing.assert_close(loaded(ids).logits, plain_copy(setup.architecture, model)(ids).logits)
