@@ -24,7 +24,7 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder, self._group = folder, itertools.count()
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "tiny", "sharded"])
+        context.set_forkserver_preload(["torch._dynamo", "sharded"])
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(MAX_RANKS):
@@ -39,14 +39,14 @@ class Ranks:
         store = f"file://{self._folder}/group_{next(self._group)}"
         for rank in range(num_ranks):
             self._pipes[rank].send((rank, num_ranks, store, function, args))
-        answers = [self._pipes[rank].recv() for rank in range(num_ranks) if self._pipes[rank].poll(60) or self._stuck(rank)]
+        answers = [self._pipes[rank].recv() for rank in range(num_ranks) if self._pipes[rank].poll(120) or self._stuck(rank)]
         for error, _ in answers:
             if error:
                 raise RankError("\n".join(error for error, _ in answers if error))
         return [value for _, value in answers]
 
     def _stuck(self, rank: int) -> bool:
-        raise RankError(f"rank {rank} has not answered in 60 s")
+        raise RankError(f"rank {rank} has not answered in 120 s")
 
     def close(self) -> None:
         """End the processes."""
@@ -64,7 +64,7 @@ def _serve(pipe: Connection) -> None:
     while True:
         rank, num_ranks, store, function, args = pipe.recv()
         try:
-            join_ranks(rank, num_ranks, init_method=store, device=torch.device("cpu"), timeout_s=10)
+            join_ranks(rank, num_ranks, init_method=store, device=torch.device("cpu"), timeout_s=60)
             pipe.send((None, function(*args)))
         except Exception:  # noqa: BLE001 the test process reports it
             pipe.send((f"rank {rank}: {traceback.format_exc()}", None))
