@@ -217,12 +217,19 @@ def save_untrained(setup: Setup, folder: Path) -> State:
 def load_and_train(setup: Setup, folder: Path, number: int) -> tuple[int, State, State]:
     """Return version and state after loading into other weights, and the state after `number` more updates."""
     engine = make_engine(replace(setup, seed=setup.seed + 1))
-    engine.forward(sequences(), LogProbHead(TEMPERATURE))  # gathers the weights that loading must replace
     engine.load(folder, WHOLE_STATE)
     version, loaded = engine.version, state_of(engine)
     for _ in range(number):
         engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
     return version, loaded, state_of(engine)
+
+
+def score_after_loading(setup: Setup, folder: Path) -> torch.Tensor | None:
+    """Return the log-probs of the loaded weights, in an engine that has just scored with others."""
+    engine = make_engine(replace(setup, seed=setup.seed + 1))
+    engine.forward(sequences(), LogProbHead(TEMPERATURE))
+    engine.load(folder, WHOLE_STATE)
+    return engine.forward(sequences(), LogProbHead(TEMPERATURE)).logp
 
 
 def load_error(setup: Setup, folder: Path) -> str:

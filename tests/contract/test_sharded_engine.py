@@ -186,6 +186,12 @@ def test_a_resumed_run_continues_bitwise(ranks, plan, tmp_path):
     assert_equal(resumed, straight)
 
 
+def test_loaded_weights_are_those_that_score(ranks, plan, tmp_path):
+    expected = ranks.run(2, sharded.run_updates, Setup(plan), 1)[0].results[-1]
+    ranks.run(2, sharded.save_now, Setup(plan), tmp_path)
+    assert torch.equal(ranks.run(2, sharded.score_after_loading, Setup(plan), tmp_path)[0], expected)
+
+
 def test_a_checkpoint_before_the_first_update_continues_bitwise(ranks, plan, tmp_path):
     straight = ranks.run(2, sharded.save_untrained, Setup(plan), tmp_path)[0]
     version, _, resumed = ranks.run(2, sharded.load_and_train, Setup(plan), tmp_path, 1)[0]

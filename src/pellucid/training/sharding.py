@@ -151,7 +151,7 @@ class Sharding:
             self._running = False
 
     def reshard(self) -> None:
-        """Drop gathered weights after passes without a backward one: the next gather must see the weights of its time."""
+        """Free the weights that passes without a backward one have left gathered; only FSDP2 lets one."""
         if self.plan.strategy == "fsdp2":
             for module in self.root.modules():
                 if isinstance(module, FSDPModule):
