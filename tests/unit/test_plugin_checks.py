@@ -22,6 +22,7 @@ ADVANTAGE_INPUTS = AdvantageInputs(token_rewards=torch.ones(2, 3), mask=MASK, gr
         (lambda inputs: (inputs.logp, {"actor/pg_loss": inputs.logp.sum()}), "'actor/pg_loss'"),
         (lambda inputs: (inputs.logp, {"plugin/each": inputs.logp}), "'plugin/each' as a tensor of shape (2, 3)"),
         (lambda inputs: (inputs.logp, {"plugin/number": 0.5}), "'plugin/number' as a float"),
+        (lambda inputs: (-inputs.logp.detach(), {}), "without gradient"),
     ],
 )
 def test_a_wrong_loss_is_refused(function, words):
@@ -36,13 +37,27 @@ def test_a_right_loss_passes_and_its_metrics_carry_no_gradient():
     assert not metrics["plugin/mean"].requires_grad and metrics["plugin/mean"].shape == ()
 
 
-@pytest.mark.parametrize("result", [torch.ones(2, 3), (torch.ones(2), torch.ones(2, 3)), (torch.ones(2, 3), None)])
+NAN_AT_A_TOKEN = torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]])
+NAN_OUTSIDE = torch.tensor([[1.0, 1.0, float("nan")], [1.0, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        torch.ones(2, 3),
+        (torch.ones(2), torch.ones(2, 3)),
+        (torch.ones(2, 3), None),
+        (NAN_AT_A_TOKEN, torch.ones(2, 3)),
+        (torch.ones(2, 3), NAN_AT_A_TOKEN),
+    ],
+)
 def test_a_wrong_estimator_is_refused(result):
     with pytest.raises(UserError) as caught:
         checked_estimator(lambda inputs: result, "mine.py:estimate")(ADVANTAGE_INPUTS)
     assert caught.value.field == ESTIMATOR_FIELD
 
 
-def test_a_right_estimator_is_masked():
-    advantages, returns = checked_estimator(lambda inputs: (torch.ones(2, 3), torch.ones(2, 3)), "mine.py:estimate")(ADVANTAGE_INPUTS)
+@pytest.mark.parametrize("result", [torch.ones(2, 3), NAN_OUTSIDE])
+def test_a_right_estimator_is_masked(result):
+    advantages, returns = checked_estimator(lambda inputs: (result, result), "mine.py:estimate")(ADVANTAGE_INPUTS)
     assert torch.equal(advantages, MASK.float()) and torch.equal(returns, MASK.float())

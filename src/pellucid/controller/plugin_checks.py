@@ -20,12 +20,16 @@ def checked_loss(function: Callable[..., Any], spec: str) -> PolicyLossFunction:
     """Return the loss with its result checked at every call.
 
     Raises (when called):
-        UserError: the loss is not [B, T], or a metric is not a scalar tensor named `plugin/…`.
+        UserError: the loss is not [B, T] or has no gradient, or a metric is not a scalar tensor named `plugin/…`.
     """
 
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         per_token, metrics = _pair(function(inputs), LOSS_FIELD, spec, "(loss [B, T], metrics)")
         _check_shape(per_token, inputs.logp, LOSS_FIELD, spec, "the loss")
+        if inputs.logp.requires_grad and not per_token.requires_grad:
+            raise UserError(
+                LOSS_FIELD, f"'{spec}' returns a loss without gradient: nothing would be learned.", "Compute it from inputs.logp, not detached."
+            )
         for name, value in dict(metrics).items():
             if not name.startswith(PREFIX):
                 raise UserError(LOSS_FIELD, f"'{spec}' returns the metric '{name}'.", f"Call it '{PREFIX}{name}'.")
@@ -40,14 +44,17 @@ def checked_estimator(function: Callable[..., Any], spec: str) -> Estimator:
     """Return the estimator with its result checked at every call.
 
     Raises (when called):
-        UserError: advantages or returns are not [B, T].
+        UserError: advantages or returns are not [B, T], or hold NaN or Inf inside the mask.
     """
 
     def estimator(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
         advantages, returns = _pair(function(inputs), ESTIMATOR_FIELD, spec, "(advantages, returns), both [B, T]")
         for name, value in (("advantages", advantages), ("returns", returns)):
             _check_shape(value, inputs.token_rewards, ESTIMATOR_FIELD, spec, name)
-        return advantages.detach() * inputs.mask, returns.detach() * inputs.mask
+            if not value[inputs.mask].isfinite().all():
+                raise UserError(ESTIMATOR_FIELD, f"'{spec}' returns {name} with NaN or Inf.", "Look for a division by zero or an empty mean.")
+        outside = ~inputs.mask  # filled, not multiplied: NaN × 0 is NaN
+        return advantages.detach().masked_fill(outside, 0.0), returns.detach().masked_fill(outside, 0.0)
 
     return estimator
 
