@@ -170,6 +170,8 @@ def test_step_line():
     assert display.step_line(7, 120, STEP, 93.0) == (
         "step   7/120  val arithmetic 81.2%  reward 0.500  loss -0.0123  entropy 0.400  gap 3.0e-06  len 5.2"
         "  tok/s 1830  s/step 2.10  left 1:33")
+    assert display.step_line(0, 9, {"val/a/accuracy": 0.5, "val/a/reward": 0.6, "val/b/reward": -0.2929}) == (
+        "step 0/9  val a 50.0%  val reward b -0.293")
     assert display.format_duration(3 * 3600 + 61.6) == "3:01:02"
 
 

@@ -75,6 +75,10 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float], left_s: fl
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"val {name.split('/', 1)[1].removesuffix('/accuracy')} {value:.1%}"
               for name, value in metrics.items() if name.startswith("val/") and name.endswith("/accuracy")]
+    # A reward model alone knows no right or wrong.
+    parts += [f"val reward {name.split('/', 1)[1].removesuffix('/reward')} {value:.3f}"
+              for name, value in metrics.items()
+              if name.startswith("val/") and name.endswith("/reward") and f"{name.removesuffix('reward')}accuracy" not in metrics]
     if "val/loss" in metrics:
         parts.append(f"val loss {metrics['val/loss']:.4f}")
     parts += [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
