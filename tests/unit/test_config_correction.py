@@ -359,7 +359,21 @@ def test_verls_block_that_is_off_is_dropped(tmp_path, block):
     recipe.write_text(f"algorithm: {{rollout_correction: {block}}}\n")
     loaded = load_config(recipe, BASE)
     assert loaded.config == load().config
-    assert loaded.notices == ["Old spellings that are off, dropped: algorithm.rollout_correction"]
+    assert loaded.notices == ["Old keys that change nothing here, dropped: algorithm.rollout_correction"]
+
+
+def test_verls_micro_batches_of_the_old_log_probs_are_dropped_and_its_values_shown_as_yaml(tmp_path):
+    old = tmp_path / "old.yaml"
+    old.write_text(
+        "actor_rollout_ref: {actor: {tis_imp_ratio_cap: 2.0}, rollout: {log_prob_micro_batch_size_per_gpu: 16, "
+        "log_prob_max_token_len_per_gpu: '${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'}}\n"
+    )
+    text, changes = migrate(old)
+    assert "log_prob" not in text and sum("log_prob_m" in line and "removed" in line for line in changes) == 2
+    assert "algorithm.rollout_is: true" in changes[0]
+    old.write_text("actor_rollout_ref: {rollout: {log_prob_micro_batch_size_per_gpu: 16}}\n")
+    loaded = load_config(old, BASE)
+    assert loaded.config == load().config and "log_prob_micro_batch_size_per_gpu" in "".join(loaded.notices)
 
 
 def test_the_block_as_overrides():

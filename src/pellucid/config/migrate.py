@@ -28,7 +28,7 @@ class Old:
 
     Attributes:
         pattern: the dotted key, with `*` for any text.
-        off: values that need no replacement.
+        off: values that change nothing and need no replacement.
         new: from the key's parent and value to the new dotted keys and values.
         why: what a run says beside the new YAML.
         translated: a run reads the key as the new YAML and says so; otherwise it stops.
@@ -104,6 +104,11 @@ OLD: tuple[Old, ...] = (
         "The block's keys are flat here.",
         translated=True,
     ),
+    *(
+        Old(f"actor_rollout_ref.rollout.log_prob_{name}", lambda value: True, lambda parent, value: {}, "")
+        # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
+        for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+    ),
 )
 
 
@@ -167,7 +172,7 @@ def drop_old(user: DictConfig, notices: list[str]) -> None:
         if item.new:
             notices.append(f"{item.key} is read as\n{_yaml(item.new)}{item.old.why}")
     if off := [item.key for item in found if not item.new]:
-        notices.append("Old spellings that are off, dropped: " + ", ".join(off))
+        notices.append("Old keys that change nothing here, dropped: " + ", ".join(off))
 
 
 def drop_targets(tree: DictConfig, notices: list[str]) -> None:
@@ -210,8 +215,8 @@ def migrate(source: Path) -> tuple[str, list[str]]:
         for key, value in item.new.items():
             OmegaConf.update(tree, key, value)
         changes.append(
-            f"{item.key}: {item.value} → "
-            + (", ".join(f"{key}: {value}" for key, value in item.new.items()) or "removed (off)")
+            f"{item.key}: {_word(item.value)} → "
+            + (", ".join(f"{key}: {_word(value)}" for key, value in item.new.items()) or "removed (changes nothing here)")
         )
     return OmegaConf.to_yaml(tree), changes
 
@@ -238,6 +243,13 @@ def _delete(tree: DictConfig, key: str) -> None:
         if node:
             return
         key = parent
+
+
+def _word(value: Any) -> str:
+    """Return a value as one line of YAML."""
+    import yaml
+
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).removesuffix("...\n").strip()
 
 
 def _yaml(keys: dict[str, Any]) -> str:
