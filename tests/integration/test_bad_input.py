@@ -115,7 +115,7 @@ def test_a_prompt_longer_than_allowed(work):
     [
         ("def compute_scores(): pass", ["has no 'compute_score'", "Did you mean 'compute_scores'?"]),
         ("def compute_score(prompt): pass", ["cannot be called", "data_source, solution_str, ground_truth, extra_info"]),
-        ("compute_score = 1", ["is a int, not a function"]),
+        ("compute_score = 1", ["is of type int, not a function"]),
         ("import no_such_module", ["fails when it is imported", "No module named 'no_such_module'", "line 1"]),
         ("def compute_score(:", ["fails when it is imported", "SyntaxError", "line 1"]),
     ],

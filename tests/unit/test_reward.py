@@ -182,7 +182,7 @@ def test_closing_stops_busy_workers(reward_file, tmp_path):
     ("name", "message"),
     [
         ("compute_scores", "Did you mean 'compute_score'"),
-        ("constant", "is a int, not a function"),
+        ("constant", "is of type int, not a function"),
         ("too_few", "must take the arguments data_source, solution_str, ground_truth, extra_info"),
     ],
 )

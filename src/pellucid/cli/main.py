@@ -39,7 +39,7 @@ Overrides = Annotated[
 
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Train a model with GRPO as a recipe says; starting the same command again resumes.
+    """Train a model by reinforcement learning as a recipe says; starting the same command again resumes.
 
     [bold]pellucid train recipes/demo.yaml trainer.total_training_steps=20[/bold]
     """
@@ -93,7 +93,7 @@ def export(
     step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the last one by default.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
     critic: Annotated[
-        bool, typer.Option("--critic", help="The run's critic, for critic.model.path or reward_model.model.path.")
+        bool, typer.Option("--critic", help="The run's critic instead, in a form for critic.model.path or reward_model.model.path only.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a model folder that plain `transformers` loads."""

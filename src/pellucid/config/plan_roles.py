@@ -40,15 +40,20 @@ def _algorithm(config: RunConfig) -> str:
     return f"advantages {algorithm.adv_estimator}{greedy}, loss {loss}, {actor.loss_agg_mode}"
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _critic(config: RunConfig) -> str:
     critic, prompts, warmup = config.critic, config.data.train_batch_size, config.trainer.critic_warmup
     if not config.has_critic:
         return ""
     passes = f" × {critic.ppo_epochs} epochs" if critic.ppo_epochs > 1 else ""
-    rest = f"; it learns alone for the first {warmup} steps" if warmup else ""
+    rest = f"; it learns alone for the first {_count(warmup, 'step')}" if warmup else ""
+    updates = prompts // critic.ppo_mini_batch_size * critic.ppo_epochs
     return (
         f"{critic.model.path}, {prompts} prompts ÷ {critic.ppo_mini_batch_size} per mini-batch{passes} = "
-        f"{prompts // critic.ppo_mini_batch_size * critic.ppo_epochs} optimizer steps per step{rest}"
+        f"{_count(updates, 'optimizer step')} per step{rest}"
     )
 
 

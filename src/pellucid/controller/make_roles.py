@@ -64,7 +64,7 @@ def choose_policy_loss(config: RunConfig) -> PolicyLoss:
 def _load_function(spec: str, field: str) -> Callable[..., Any]:
     function = load_object(spec, field)
     if not callable(function):
-        raise UserError(field, f"'{spec}' is a {type(function).__name__}, not a function.")
+        raise UserError(field, f"'{spec}' is of type {type(function).__name__}, not a function.", "Name a function.")
     return function
 
 

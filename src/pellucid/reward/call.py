@@ -53,7 +53,7 @@ def load_reward_function(spec: str | None) -> Callable[..., Any]:
         return verify_with_task
     function = load_object(spec, FIELD)
     if not callable(function):
-        raise UserError(FIELD, f"'{spec}' is a {type(function).__name__}, not a function.")
+        raise UserError(FIELD, f"'{spec}' is of type {type(function).__name__}, not a function.", "Name a function.")
     try:
         inspect.signature(function).bind(**dict.fromkeys(KEYWORDS))
     except TypeError as error:
