@@ -369,7 +369,7 @@ def test_verls_micro_batches_of_the_old_log_probs_are_dropped_and_its_values_sho
         "log_prob_max_token_len_per_gpu: '${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'}}\n"
     )
     text, changes = migrate(old)
-    assert "log_prob" not in text and sum("log_prob_m" in line and "removed" in line for line in changes) == 2
+    assert "log_prob_" not in text and sum("log_prob_m" in line and "removed" in line for line in changes) == 2
     assert "algorithm.rollout_is: true" in changes[0]
     old.write_text("actor_rollout_ref: {rollout: {log_prob_micro_batch_size_per_gpu: 16}}\n")
     loaded = load_config(old, BASE)
