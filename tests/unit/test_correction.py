@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from algo_cases import noise, quick, ragged_masks
@@ -21,7 +22,8 @@ from pellucid.algo.correction import (
     out_of_range,
     rejection_mask,
 )
-from pellucid.algo.mismatch import mismatch_metrics
+from pellucid.algo.correction_metrics import order_statistic_of_parts
+from pellucid.algo.mismatch import in_threads, mismatch_metrics
 from pellucid.metrics.table import check_names
 
 LEVELS, MODES = ["token", "sequence", "geometric"], ["truncate", "clip"]
@@ -330,6 +332,51 @@ def test_properties(mask, seed, settings, scale, data):
             blocks = correct(old, rollout, mask, settings)
             torch.testing.assert_close(blocks.weights, result.weights, rtol=1e-6, atol=0)
             assert torch.equal(blocks.mask, result.mask) and blocks.metrics == close(result.metrics)
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rules", [(), (RejectionRule("k1", "seq_mean", None, 1.05), RejectionRule("k3", "token", None, 0.1))])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_number_of_threads_changes_no_bit(level, rules, set_threads, monkeypatch):
+    monkeypatch.setattr(mismatch, "BLOCK_TOKENS", 300)  # three rows
+    mask = torch.arange(100) < torch.arange(200)[:, None] * 37 % 101
+    rollout = -noise(mask.shape, 1).abs()
+    old = rollout + noise(mask.shape, 2, torch.linspace(0.01, 2, len(mask))[:, None])
+    settings = CorrectionSettings(2.0, level=level, veto_threshold=0.02, batch_normalize=True, rejection=rules)
+    results = []
+    for num_threads in (1, 2, 5):
+        set_threads(num_threads)
+        results.append(correct(old, rollout, mask, settings))
+        assert mismatch_metrics(old, rollout, mask).items() <= results[-1].metrics.items()
+    for other in results[1:]:
+        assert torch.equal(other.weights, results[0].weights) and torch.equal(other.mask, results[0].mask)
+        assert other.metrics == results[0].metrics
+    assert 0 < results[0].metrics["mismatch/rollout_is_veto_fraction"] < 1
+    monkeypatch.undo()
+    assert correct(old, rollout, mask, settings).metrics == close(results[0].metrics)
+
+
+def test_threads_keep_the_order_and_pass_errors_on(set_threads):
+    set_threads(3)
+    assert in_threads(lambda x: x * x, range(50)) == [x * x for x in range(50)]
+    with pytest.raises(ZeroDivisionError):
+        in_threads(lambda x: 1 / x, range(5))
+
+
+@quick
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.5, -1.5]), min_size=4, max_size=40),
+    num_parts=st.integers(1, 4),
+)
+def test_order_statistics_of_sorted_parts_are_those_of_the_whole(values, num_parts):
+    parts = [np.sort(part) for part in np.array_split(np.array(values, dtype=np.float32), num_parts)]
+    assert order_statistic_of_parts(parts)(np.arange(len(values))).tolist() == sorted(values)
 
 
 @quick

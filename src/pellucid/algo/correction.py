@@ -6,7 +6,7 @@ weights and, in bypass mode, computes them per micro-batch with `correction_weig
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,15 +14,18 @@ from torch import Tensor
 
 from pellucid.algo.correction_metrics import (
     HEALTH,
+    MAX_LOG_RATIO,
     HealthRange,
     RatioSums,
+    clamped_excess,
     clamped_exp,
+    order_statistic_of_parts,
     out_of_range,
     percentiles,
     sequence_metrics,
     weighted_order_statistic,
 )
-from pellucid.algo.mismatch import GapSums, excess_of, row_blocks
+from pellucid.algo.mismatch import MAX_EXPONENT, GapSums, in_threads, row_blocks, row_sums, tokens_of_rows
 
 __all__ = [
     "HEALTH", "Correction", "CorrectionSettings", "HealthRange", "RejectionRule", "correct", "correction_weights",
@@ -31,6 +34,7 @@ __all__ = [
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip"]
+Values = TypeVar("Values", Tensor, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +91,11 @@ class Correction:
     """`mismatch/*`; empty when nothing is unmasked."""
 
 
-@torch.no_grad()
 def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: CorrectionSettings) -> Correction:
-    """Return weights, mask and metrics of a whole batch, from one walk over blocks of rows.
+    """Return weights, mask and metrics of a whole batch, from one walk over blocks of rows in torch's number of threads.
 
-    Sums are taken in float64, percentiles are exact. Beside the weights, the largest temporary is one float32 per unmasked
-    token (level `token`, for the percentiles).
+    Sums are taken in float64, percentiles are exact, nothing depends on the number of threads. Beside the weights, the
+    largest temporary is one float32 per unmasked token (level `token`, for the percentiles).
 
     Args:
         old_logp: [B, T] log-probs of the training policy.
@@ -103,38 +106,26 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: Corr
     Source:
         "When Speed Kills Stability: Demystifying RL Collapse from the Inference-Training Mismatch" (Liu, Li et al., 2025).
     """
-    by_token = settings.level == "token"
-    weights = torch.zeros(mask.shape, device=mask.device) if by_token and settings.threshold is not None else None
-    kept = torch.empty_like(mask) if settings.rejection else mask
-    gaps, ratios = GapSums(len(mask), mask.device), RatioSums(settings.log_bounds)
-    num_catastrophic = torch.zeros_like(gaps.num_tokens)
-    num_kept = torch.zeros_like(gaps.num_tokens) if settings.rejection else gaps.num_tokens
-    token_gaps, num_seen = np.empty(int(torch.count_nonzero(mask)) if by_token else 0, dtype=np.float32), 0
-    for rows in row_blocks(mask):
-        inside = mask[rows]
-        gap, tokens, excess = gaps.add_block(rows, old_logp[rows], rollout_logp[rows], inside)
-        if gaps.gap_min < settings.log_veto:  # rare: blocks before the first such token have none
-            num_catastrophic[rows] = ((gap < settings.log_veto) & inside).sum(dim=1).double()
-        if by_token:
-            ratio = ratios.add(excess)
-            token_gaps[num_seen : num_seen + len(tokens)] = tokens.numpy()
-            num_seen += len(tokens)
-            if weights is not None:
-                weights[rows].masked_scatter_(inside, _bound(ratio, tokens, settings).to(weights))
-        if settings.rejection:
-            kept[rows] = rejection_mask(gap, inside, settings.rejection)
-            num_kept[rows] = kept[rows].sum(dim=1).double()
-    if not by_token and settings.threshold is not None:
-        log_ratio = _of_level(gaps.gap, gaps.num_tokens, settings.level)
-        weights = torch.where(kept, _bound(clamped_exp(log_ratio), log_ratio, settings).float()[:, None], 0.0)
-    if weights is not None:
-        _finish_weights(weights, kept, num_kept, num_catastrophic > 0, settings)
+    batch = _Batch.of(old_logp, rollout_logp, mask, settings)
+    blocks = in_threads(batch.walk, row_blocks(batch.mask.shape))
+    gaps = GapSums.join([block.gaps for block in blocks])
+    num_catastrophic = np.concatenate([block.num_catastrophic for block in blocks])
+    num_kept = np.concatenate([block.num_kept for block in blocks])
+    kept = torch.from_numpy(batch.kept).to(mask.device) if settings.rejection else mask
+    weights = None
+    if batch.weights is not None:
+        weights = torch.from_numpy(batch.weights).to(mask.device)
+        if settings.batch_normalize:
+            _normalize(weights, np.concatenate([block.weights for block in blocks]), num_kept, settings.level)
     metrics = gaps.metrics()
     if metrics:
-        values = _token_metrics(gaps, ratios, token_gaps) if by_token else _sequence_metrics(gaps, ratios, settings.level)
+        if settings.level == "token":
+            values = _token_metrics(gaps, RatioSums.join(block.ratios for block in blocks), batch.token_gaps)
+        else:
+            values = _sequence_metrics(gaps, settings)
         if settings.mode == "truncate":
             del values["clipped_fraction"]
-        values["veto_fraction"] = (num_catastrophic > 0).sum() / (gaps.num_tokens > 0).sum()
+        values["veto_fraction"] = np.count_nonzero(num_catastrophic) / np.count_nonzero(gaps.num_tokens)
         values["catastrophic_token_fraction"] = num_catastrophic.sum() / gaps.num_tokens.sum()
         metrics |= {f"mismatch/rollout_is_{name}": float(value) for name, value in values.items()}
     if metrics and settings.rejection:
@@ -159,7 +150,7 @@ def correction_weights(log_ratio: Tensor, mask: Tensor, settings: CorrectionSett
     if settings.level != "token":
         total = log_ratio.masked_fill(~mask, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
         level_ratio = _of_level(total, mask.sum(dim=1, keepdim=True), settings.level)
-    weights = _bound(clamped_exp(level_ratio), level_ratio, settings)
+    weights = _bound(level_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), level_ratio, settings)
     if settings.veto_threshold is not None:
         vetoed = ((log_ratio < settings.log_veto) & mask).any(dim=1, keepdim=True)
         weights = weights.masked_fill(vetoed, 0.0)
@@ -205,23 +196,23 @@ def _log_bounds(lower: float | None, upper: float | None) -> tuple[float, float]
     return (-log_upper if lower is None else math.log(lower)), log_upper
 
 
-def _within(log_ratio: Tensor, log_bounds: tuple[float, float]) -> Tensor:
+def _within(log_ratio: Values, log_bounds: tuple[float, float]) -> Values:
     return (log_ratio >= log_bounds[0]) & (log_ratio <= log_bounds[1])
 
 
-def _bound(ratio: Tensor, log_ratio: Tensor, settings: CorrectionSettings) -> Tensor:
+def _bound(ratio: Values, log_ratio: Values, settings: CorrectionSettings) -> Values:
     """Return the weights that the mode makes of the ratio: capped (truncate), or 0 outside the bounds (clip)."""
     if settings.mode == "truncate":
-        return ratio.clamp(max=settings.threshold)
-    return ratio.masked_fill(~_within(log_ratio, settings.log_bounds), 0.0)
+        return ratio.clip(max=math.inf if settings.threshold is None else settings.threshold)
+    return ratio * _within(log_ratio, settings.log_bounds)
 
 
-def _of_level(total: Tensor, num_tokens: Tensor, level: Level) -> Tensor:
+def _of_level(total: Values, num_tokens: Values, level: Level) -> Values:
     """Return the log-ratio of a sequence from Σ ℓ and its number of tokens."""
     if level == "sequence":
         return total
     if level == "geometric":
-        return total / num_tokens.clamp(min=1)
+        return total / num_tokens.clip(min=1)
     raise ValueError(f"unknown rollout_is_level '{level}'")
 
 
@@ -230,7 +221,7 @@ def _keeps(gap: Tensor, mask: Tensor, rule: RejectionRule) -> Tensor:
     if rule.statistic == "k1":
         value, bounds = gap, _log_bounds(rule.lower, rule.upper)
     elif rule.statistic in ("k2", "k3"):
-        value = 0.5 * gap.square() if rule.statistic == "k2" else excess_of(gap) - gap
+        value = 0.5 * gap.square() if rule.statistic == "k2" else torch.expm1(gap.clamp(max=MAX_EXPONENT)) - gap
         bounds = (-math.inf, math.inf if rule.upper is None else rule.upper)
     else:
         raise ValueError(f"unknown rejection statistic '{rule.statistic}'")
@@ -246,67 +237,138 @@ def _keeps(gap: Tensor, mask: Tensor, rule: RejectionRule) -> Tensor:
     raise ValueError(f"unknown rejection level '{rule.level}'")
 
 
-def _finish_weights(
-    weights: Tensor, kept: Tensor, num_kept: Tensor, vetoed: Tensor, settings: CorrectionSettings
-) -> None:
-    """Apply the veto [B], the mask after rejection (`num_kept` [B] tokens) and the batch normalisation in place.
+class _Block(NamedTuple):
+    """What the walk over a block of b rows leaves."""
 
-    The mean that normalises is over tokens (level token) or over sequences, of what is left; a mean of 0 changes nothing.
+    gaps: GapSums
+    ratios: RatioSums
+    """Of the block's tokens; zeros except at level `token`."""
+    num_catastrophic: np.ndarray
+    """[b] tokens below the veto threshold."""
+    num_kept: np.ndarray
+    """[b] tokens that the rejection rules left."""
+    weights: np.ndarray
+    """[b] float64 Σ weights over the tokens, before normalisation; zeros without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The arrays that the blocks of rows read, and write each at its own rows."""
+
+    settings: CorrectionSettings
+    old_logp: np.ndarray
+    rollout_logp: np.ndarray
+    mask: np.ndarray
+    num_tokens: np.ndarray
+    """[B] int64."""
+    weights: np.ndarray | None
+    """[B, T] float32; None without a threshold."""
+    kept: np.ndarray
+    """[B, T] bool, what the rejection rules leave of the mask; the mask itself without rules."""
+    token_gaps: np.ndarray
+    """float32 ℓ of every unmasked token, in row order; none except at level `token`."""
+
+    @classmethod
+    def of(cls, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: CorrectionSettings) -> "_Batch":
+        old, rollout, inside = (x.numpy(force=True) for x in (old_logp, rollout_logp, mask))
+        num_tokens = tokens_of_rows(inside)
+        return cls(
+            settings, old, rollout, inside, num_tokens,
+            weights=None if settings.threshold is None else np.zeros(inside.shape, dtype=np.float32),
+            kept=np.empty_like(inside) if settings.rejection else inside,
+            token_gaps=np.empty(int(num_tokens.sum()) if settings.level == "token" else 0, dtype=np.float32),
+        )  # fmt: skip
+
+    def walk(self, rows: slice) -> _Block:
+        """Write the rows' weights, kept and token gaps; return their sums."""
+        settings, num_tokens = self.settings, self.num_tokens[rows]
+        gaps, gap, excess = GapSums.of_rows(self.old_logp[rows], self.rollout_logp[rows], self.mask[rows], num_tokens)
+        num_catastrophic, num_kept = np.zeros_like(num_tokens), num_tokens
+        if gaps.gap_min < settings.log_veto:  # rare
+            num_catastrophic = row_sums(gap < settings.log_veto, num_tokens).astype(np.int64)
+        if settings.rejection:
+            num_kept = self._reject(rows, gap)
+        ratios = RatioSums(0.0, 0.0, 0.0, 0.0, 0.0)
+        if settings.level == "token":
+            start = int(self.num_tokens[: rows.start].sum())
+            self.token_gaps[start : start + len(gap)] = gap
+            excess = clamped_excess(excess)
+            ratios = RatioSums.of(gap, excess, settings.log_bounds)
+        totals = np.zeros(len(num_tokens))
+        if self.weights is not None:
+            weights, vetoed = self.weights[rows], num_catastrophic > 0
+            if settings.level == "token":
+                weights[self.mask[rows]] = _bound(excess + 1.0, gap, settings)
+                weights[vetoed] = 0.0
+                if settings.rejection:
+                    weights *= self.kept[rows]
+            else:
+                ratio = _of_level(gaps.gap, num_tokens, settings.level)
+                of_row = _bound(clamped_exp(ratio), ratio, settings) * ~vetoed
+                np.copyto(weights, of_row[:, None], where=self.kept[rows], casting="same_kind")
+            if settings.batch_normalize:
+                totals = weights.sum(axis=1, dtype=np.float64)
+        return _Block(gaps, ratios, num_catastrophic, num_kept, totals)
+
+    def _reject(self, rows: slice, gap: np.ndarray) -> np.ndarray:
+        """Apply the rules to the ℓ of the tokens of `rows`, [N]; return how many tokens are left of each row."""
+        inside = self.mask[rows]
+        dense = np.zeros(inside.shape)
+        dense[inside] = gap
+        self.kept[rows] = rejection_mask(torch.from_numpy(dense), torch.from_numpy(inside), self.settings.rejection).numpy()
+        return tokens_of_rows(self.kept[rows])
+
+
+def _normalize(weights: Tensor, totals: np.ndarray, num_kept: np.ndarray, level: Level) -> None:
+    """Divide by the mean over what is left, tokens (level token) or sequences, in place; a mean of 0 changes nothing.
+
+    `totals` are Σ weights of a sequence over its `num_kept` tokens, [B].
     """
-    weights[vetoed] = 0.0
-    if settings.rejection:
-        weights.masked_fill_(~kept, 0.0)
-    if settings.batch_normalize:
-        totals, counts = weights.sum(dim=1).double(), num_kept
-        if settings.level != "token":
-            totals, counts = totals / num_kept.clamp(min=1), num_kept > 0
-        mean = totals.sum() / counts.sum().clamp(min=1)
-        weights.div_(torch.where(mean > 0, mean, 1.0))
+    counts = num_kept
+    if level != "token":
+        totals, counts = totals / num_kept.clip(min=1), num_kept > 0
+    mean = totals.sum() / max(1, counts.sum())
+    if mean > 0:
+        weights.div_(mean)
 
 
-def _token_metrics(gaps: GapSums, ratios: RatioSums, token_gaps: np.ndarray) -> dict[str, float | Tensor]:
-    """Return the metrics of level `token`; sorts `token_gaps` [N], the ℓ of every unmasked token, in place."""
+def _token_metrics(gaps: GapSums, ratios: RatioSums, token_gaps: np.ndarray) -> dict[str, float]:
+    """Return the metrics of level `token`; reorders `token_gaps` [N], the ℓ of every unmasked token."""
     num_tokens = len(token_gaps)
-    token_gaps.sort()  # vectorised: faster than selecting the ten ranks
-    num_low, not_high = (np.searchsorted(token_gaps, bound, side) for bound, side in zip(ratios.log_bounds, ("left", "right")))
-    low, high = num_low / num_tokens, 1.0 - not_high / num_tokens
-    extremes = clamped_exp(torch.tensor([gaps.gap_min, gaps.gap_max], dtype=torch.float64))
+    # One part a thread. Sorting is vectorised: faster than selecting the ten ranks.
+    parts = np.array_split(token_gaps, min(torch.get_num_threads(), len(row_blocks((num_tokens, 1)))))
+    in_threads(np.ndarray.sort, parts)
+    lowest, highest = clamped_exp(np.array([gaps.gap_min, gaps.gap_max]))
     return {
         **ratios.metrics(num_tokens),
-        "min": extremes[0],
-        "max": extremes[1],
-        **percentiles(num_tokens, lambda ranks: torch.from_numpy(token_gaps[ranks.numpy()])),
-        "ratio_fraction_high": high,
-        "ratio_fraction_low": low,
-        "clipped_fraction": high + low,
+        "min": lowest,
+        "max": highest,
+        **percentiles(num_tokens, order_statistic_of_parts(parts)),
     }
 
 
-def _sequence_metrics(gaps: GapSums, ratios: RatioSums, level: Level) -> dict[str, float | Tensor]:
+def _sequence_metrics(gaps: GapSums, settings: CorrectionSettings) -> dict[str, float]:
     """A sequence's ratio counts once for each of its tokens, except in `seq_*` and in the fractions of level `sequence`."""
     num_tokens, _, gap = gaps.nonempty()
-    total = float(num_tokens.sum())
-    log_ratio = _of_level(gap, num_tokens, level)
-    ratios.add(excess_of(log_ratio), num_tokens)
-    sequences = sequence_metrics(log_ratio, ratios.log_bounds)
-    low = num_tokens[log_ratio < ratios.log_bounds[0]].sum() / total
-    high = num_tokens[log_ratio > ratios.log_bounds[1]].sum() / total
-    by_sequence = level == "sequence"
+    total = int(num_tokens.sum())
+    log_ratio = _of_level(gap, num_tokens, settings.level)
+    excess = clamped_excess(np.expm1(np.minimum(log_ratio, MAX_EXPONENT)))
+    values = RatioSums.of(log_ratio, excess, settings.log_bounds, num_tokens).metrics(total)
+    sequences = sequence_metrics(log_ratio, settings.log_bounds)
+    if settings.level == "sequence":
+        values |= {f"ratio_fraction_{side}": sequences[f"seq_fraction_{side}"] for side in ("low", "high")}
     return {
-        **ratios.metrics(total),
+        **values,
         **sequences,
         "min": sequences["seq_min"],
         "max": sequences["seq_max"],
-        **percentiles(int(total), weighted_order_statistic(log_ratio, num_tokens)),
-        "ratio_fraction_high": sequences["seq_fraction_high"] if by_sequence else high,
-        "ratio_fraction_low": sequences["seq_fraction_low"] if by_sequence else low,
-        "clipped_fraction": high + low,
+        **percentiles(total, weighted_order_statistic(log_ratio, num_tokens)),
     }
 
 
-def _rejection_metrics(num_tokens: Tensor, num_kept: Tensor) -> dict[str, float]:
+def _rejection_metrics(num_tokens: np.ndarray, num_kept: np.ndarray) -> dict[str, float]:
     rejected = num_tokens - num_kept
     return {
         "mismatch/rollout_rs_masked_fraction": float(rejected.sum() / num_tokens.sum()),
-        "mismatch/rollout_rs_seq_masked_fraction": float((rejected > 0).sum() / (num_tokens > 0).sum()),
+        "mismatch/rollout_rs_seq_masked_fraction": np.count_nonzero(rejected) / np.count_nonzero(num_tokens),
     }

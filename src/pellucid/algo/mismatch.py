@@ -1,73 +1,106 @@
 """How far the rollout policy is from the training policy, from the two log-probs of the same sampled tokens.
 
-One walk over the [B, T] tensors leaves per-sequence sums, [B]; the `mismatch/*` metrics and the correction are formulas on
-those. Names and formulas are those of `docs/metrics.md`.
+Worker threads walk blocks of rows of the [B, T] arrays and leave per-sequence sums, [B]; the `mismatch/*` metrics and the
+correction are formulas on those. Names and formulas are those of `docs/metrics.md`.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = 2**15 - 1
-"""Most tokens of a block of rows: its temporaries stay in the cache, and torch runs operations below 2^15 elements without
-threads, which on a busy machine would wait for each other at every one of them."""
+BLOCK_TOKENS = 2**17
+"""Most tokens of a block of rows: its temporaries stay in the cache, yet a thread has enough to do between two of Python's
+own instructions."""
 MAX_EXPONENT = 600.0
 """Largest exponent taken: e^600 summed over a batch still fits float64."""
 
-
-def row_blocks(mask: Tensor) -> Iterator[slice]:
-    """Yield slices of whole rows of a [B, T] tensor, about `BLOCK_TOKENS` tokens each."""
-    num_rows = max(1, BLOCK_TOKENS // max(1, mask.shape[1]))
-    for start in range(0, mask.shape[0], num_rows):
-        yield slice(start, start + num_rows)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-@dataclass(slots=True)
+def row_blocks(shape: tuple[int, ...]) -> list[slice]:
+    """Return slices of whole rows of a [B, T] array, about `BLOCK_TOKENS` tokens each; one of no rows when B = 0."""
+    num_rows = max(1, BLOCK_TOKENS // max(1, shape[1]))
+    return [slice(start, start + num_rows) for start in range(0, max(1, shape[0]), num_rows)]
+
+
+def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return `function` of every item, in order, from as many threads as torch uses; numpy lets them run side by side.
+
+    `function` had better call neither torch nor numpy's dot on much: those start threads of their own within each of these.
+    """
+    items = list(items)
+    num_threads = min(torch.get_num_threads(), len(items))
+    if num_threads == 1:
+        return list(map(function, items))
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(function, items))
+
+
+def tokens_of_rows(mask: np.ndarray) -> np.ndarray:
+    """Return how many tokens of each row of the [B, T] mask are set, [B] int64."""
+    return mask.sum(axis=1, dtype=np.int32).astype(np.int64)  # int32: vectorised
+
+
+def row_sums(values: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    """Return [b] float64, Σ over each row's share of the [N] values, which lie in row order, `num_tokens` [b] a row."""
+    sums, nonempty = np.zeros(len(num_tokens)), num_tokens > 0
+    starts = num_tokens.cumsum() - num_tokens
+    sums[nonempty] = np.add.reduceat(values, starts[nonempty], dtype=np.float64)
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
 class GapSums:
-    """Sums of the gap ℓ = old_logp − rollout_logp over the mask: [B] float64 a sequence, floats over the batch."""
+    """Sums of the gap ℓ = old_logp − rollout_logp over the mask: [b] float64 a sequence, floats over all of them."""
 
-    num_sequences: InitVar[int]
-    device: InitVar[torch.device]
-    num_tokens: Tensor = field(init=False)
-    old_logp: Tensor = field(init=False)
-    gap: Tensor = field(init=False)
-    gap_abs: float = 0.0
-    k3: float = 0.0
+    num_tokens: np.ndarray
+    old_logp: np.ndarray
+    gap: np.ndarray
+    gap_abs: float
+    k3: float
     """Σ e^ℓ − ℓ − 1."""
-    gap_min: float = math.inf
-    gap_max: float = -math.inf
+    gap_min: float
+    gap_max: float
 
-    def __post_init__(self, num_sequences: int, device: torch.device) -> None:
-        self.num_tokens, self.old_logp, self.gap = torch.zeros(3, num_sequences, dtype=torch.float64, device=device)
+    @classmethod
+    def of_rows(
+        cls, old_logp: np.ndarray, rollout_logp: np.ndarray, mask: np.ndarray, num_tokens: np.ndarray
+    ) -> tuple["GapSums", np.ndarray, np.ndarray]:
+        """Return the sums of [b, T] arrays, `num_tokens` [b] of them in the mask, with ℓ and e^ℓ − 1 of the unmasked tokens.
 
-    def add_block(self, rows: slice, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the sequences `rows` of the batch, given as [b, T] tensors.
-
-        Returns:
-            The gap ℓ, [b, T] float64 and zero outside the mask; and of the N unmasked tokens, in row order, ℓ and e^ℓ − 1,
-            [N] float64 on the CPU.
+        Those two are [N] float64, in row order.
         """
-        outside = ~mask
-        old_logp = old_logp.masked_fill(outside, 0.0).double()
-        gap = old_logp - rollout_logp.masked_fill(outside, 0.0).double()
-        self.num_tokens[rows] = mask.sum(dim=1)
-        self.old_logp[rows] = old_logp.sum(dim=1)
-        self.gap[rows] = gap.sum(dim=1)
-        # By numpy: picking is ten times faster than gap[mask], and torch's expm1 takes threads for any size.
-        picked = gap.cpu().numpy()[mask.cpu().numpy()]
-        tokens, excess = torch.from_numpy(picked), torch.from_numpy(np.expm1(np.minimum(picked, MAX_EXPONENT)))
-        if len(tokens):
-            self.gap_abs += float(tokens.abs().sum())
-            self.k3 += float((excess - tokens).sum())
-            self.gap_min = min(self.gap_min, float(tokens.min()))
-            self.gap_max = max(self.gap_max, float(tokens.max()))
-        return gap, tokens, excess
+        old_logp = old_logp[mask].astype(np.float64)
+        gap = old_logp - rollout_logp[mask]
+        lowest, highest = (float(gap.min()), float(gap.max())) if gap.size else (math.inf, -math.inf)
+        excess = np.expm1(np.minimum(gap, MAX_EXPONENT) if highest > MAX_EXPONENT else gap)
+        sums = cls(
+            num_tokens, row_sums(old_logp, num_tokens), row_sums(gap, num_tokens),
+            float(np.abs(gap).sum()), float((excess - gap).sum()), lowest, highest,
+        )  # fmt: skip
+        return sums, gap, excess
 
-    def nonempty(self) -> tuple[Tensor, Tensor, Tensor]:
+    @classmethod
+    def join(cls, blocks: Sequence["GapSums"]) -> "GapSums":
+        """Return the sums of a batch from those of its blocks of rows, added up in their order."""
+        return cls(
+            num_tokens=np.concatenate([block.num_tokens for block in blocks]),
+            old_logp=np.concatenate([block.old_logp for block in blocks]),
+            gap=np.concatenate([block.gap for block in blocks]),
+            gap_abs=sum(block.gap_abs for block in blocks),
+            k3=sum(block.k3 for block in blocks),
+            gap_min=min(block.gap_min for block in blocks),
+            gap_max=max(block.gap_max for block in blocks),
+        )
+
+    def nonempty(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return `num_tokens`, `old_logp` and `gap` of the sequences that have a token."""
         chosen = self.num_tokens > 0
         return self.num_tokens[chosen], self.old_logp[chosen], self.gap[chosen]
@@ -88,7 +121,7 @@ class GapSums:
             "mismatch_rollout_ppl": _exp(rollout_log_ppl).mean(),
             "mismatch_ppl_ratio": _exp(difference).mean(),
             "mismatch_log_ppl_diff": difference.mean(),
-            "mismatch_log_ppl_abs_diff": difference.abs().mean(),
+            "mismatch_log_ppl_abs_diff": np.abs(difference).mean(),
             "mismatch_log_ppl_diff_max": difference.max(),
             "mismatch_log_ppl_diff_min": difference.min(),
             "mismatch_training_log_ppl": log_ppl.mean(),
@@ -99,12 +132,6 @@ class GapSums:
         return {f"mismatch/{name}": float(value) for name, value in values.items()}
 
 
-def excess_of(gap: Tensor) -> Tensor:
-    """Return e^ℓ − 1 per token, without the cancellation that e^ℓ − 1 has near ℓ = 0."""
-    return torch.expm1(gap.clamp(max=MAX_EXPONENT))
-
-
-@torch.no_grad()
 def mismatch_metrics(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> dict[str, float]:
     """Return the `mismatch/*` metrics that need no correction settings: KL estimates and per-sequence perplexities.
 
@@ -113,11 +140,14 @@ def mismatch_metrics(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> di
         rollout_logp: [B, T] log-probs recorded while sampling.
         mask: [B, T] bool.
     """
-    sums = GapSums(len(mask), mask.device)
-    for rows in row_blocks(mask):
-        sums.add_block(rows, old_logp[rows], rollout_logp[rows], mask[rows])
-    return sums.metrics()
+    old, rollout, inside = (x.numpy(force=True) for x in (old_logp, rollout_logp, mask))
+    num_tokens = tokens_of_rows(inside)
+
+    def sums_of(rows: slice) -> GapSums:
+        return GapSums.of_rows(old[rows], rollout[rows], inside[rows], num_tokens[rows])[0]
+
+    return GapSums.join(in_threads(sums_of, row_blocks(inside.shape))).metrics()
 
 
-def _exp(exponent: Tensor) -> Tensor:
-    return exponent.clamp(max=MAX_EXPONENT).exp()
+def _exp(exponent: np.ndarray) -> np.ndarray:
+    return np.exp(np.minimum(exponent, MAX_EXPONENT))
