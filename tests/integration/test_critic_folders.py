@@ -36,10 +36,12 @@ def test_an_exported_critic_is_a_critic_and_a_reward_model(work):
     assert load_file(work.folder / "second" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 
 
-def test_a_run_without_a_critic(work):
+def test_a_run_without_a_critic_or_without_that_step(work):
     work.train(*ONE_STEP)
     done = work.run("export", "run", "--critic", "--out", "judge", status=2)
     assert "Traceback" not in done.output and "--critic" in done.text and "holds no critic" in done.text and "gae" in done.text
+    done = work.run("export", "run", "--step", "7", "--out", "judge", status=2)
+    assert "--step" in done.text and "has no checkpoint of step 7" in done.text and "It has: 1." in done.text
     assert not (work.folder / "judge").exists()
 
 

@@ -110,7 +110,7 @@ def _find_checkpoint(path: str, step: int | None) -> tuple["RunDir", Path] | Non
     """Return the run at `path` and its verified checkpoint: `path` itself, that of `step`, or the last; None where no run is.
 
     Raises:
-        UserError: the run has no checkpoint, or it is damaged.
+        UserError: the run has no checkpoint, or none of `step`, or it is damaged.
     """
     from pellucid.checkpoint_store import CheckpointStore
     from pellucid.rundir import RunDir
@@ -130,4 +130,6 @@ def _find_checkpoint(path: str, step: int | None) -> tuple["RunDir", Path] | Non
             f"'{run_path}' has no checkpoint yet.",
             "Wait for the first one (trainer.save_freq), or let the run finish.",
         )
+    if chosen not in (steps := store.steps()):
+        raise UserError("--step", f"'{run_path}' has no checkpoint of step {chosen}.", f"It has: {', '.join(map(str, steps))}.")
     return run, store.verify(chosen)
