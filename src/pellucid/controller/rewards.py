@@ -20,6 +20,10 @@ StartStage = Callable[[Stage, int], Callable[[int], None]]
 """Announces a stage with its number of units to the display, and returns what counts finished ones."""
 
 
+def _unseen(stage: Stage, num_units: int) -> Callable[[int], None]:
+    return lambda num_finished: None
+
+
 @dataclass
 class Rewards:
     """The sum `rule_weight · rule + weight · model`, and in training the overlong penalty."""
@@ -30,7 +34,7 @@ class Rewards:
     max_response_length: int
     spans: SpanRecorder = field(default_factory=SpanRecorder)
 
-    def score(self, rollouts: list[Rollout], start: StartStage | None = None, *, step: int = 0) -> dict[str, float]:
+    def score(self, rollouts: list[Rollout], start: StartStage = _unseen, *, step: int = 0) -> dict[str, float]:
         """Score a batch for training and return the `reward/*` metrics.
 
         A rollout's `reward_parts` gain `rule`, `model` and `overlong` where there is more than the rule reward.
@@ -62,14 +66,14 @@ class Rewards:
         else:
             self._add_model_scores(rollouts, None)
 
-    def _score_by_rule_and_model(self, rollouts: list[Rollout], start: StartStage | None, step: int) -> ScoreStats:
+    def _score_by_rule_and_model(self, rollouts: list[Rollout], start: StartStage, step: int) -> ScoreStats:
         stats = ScoreStats()
         if self.config.rule_weight:
-            advance = start(Stage.REWARD, len(rollouts)) if start else None
+            advance = start(Stage.REWARD, len(rollouts))
             with self.spans.span(Stage.REWARD, step=step):
-                stats = self.scorer.score(rollouts, on_done=(lambda _: advance(1)) if advance else None)
+                stats = self.scorer.score(rollouts, on_done=lambda _: advance(1))
         if self.model is not None:
-            advance = start(Stage.COMPUTE_RM_SCORE, len(rollouts)) if start else None
+            advance = start(Stage.COMPUTE_RM_SCORE, len(rollouts))
             with self.spans.span(Stage.COMPUTE_RM_SCORE, step=step):
                 self._add_model_scores(rollouts, advance)
         return stats
