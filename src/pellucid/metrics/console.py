@@ -21,6 +21,7 @@ _LINE: list[tuple[str, str, str]] = [
     ("entropy", "actor/entropy", ".3f"),
     ("kl", "actor/kl_loss", ".2e"),
     ("kl in reward", "actor/reward_kl_penalty", ".2e"),
+    ("value var", "critic/vf_explained_var", ".2f"),
     ("gap", "mismatch/logp_max_abs_diff", ".1e"),
     ("len", "response_length/mean", ".1f"),
     ("tok/s", "perf/throughput", ".0f"),
