@@ -167,6 +167,9 @@ HEALTH: tuple[HealthRange, ...] = (
     HealthRange("mismatch/rollout_is_catastrophic_token_fraction", -math.inf, 0.01,
                 f"the trainer finds many sampled tokens impossible; {_CLOSER}, and compare "
                 "the two sides' tokenizer and chat template"),
+    HealthRange("mismatch/rollout_rs_masked_fraction", -math.inf, 0.5,
+                "algorithm.rollout_rs leaves little to train on; widen its bounds to what mismatch/rollout_is_p25 and p75 show, "
+                "or first measure alone with algorithm.rollout_correction_preset: disabled"),
 )  # fmt: skip
 
 
