@@ -398,7 +398,8 @@ def test_weights_stay_within_their_bounds_and_the_veto_takes_whole_sequences(mas
 
 def test_health_names_the_metric_and_a_remedy():
     healthy = {"mismatch/rollout_is_eff_sample_size": 0.95, "mismatch/rollout_is_veto_fraction": 0.0,
-               "mismatch/rollout_is_mean": 1.01, "mismatch/rollout_is_catastrophic_token_fraction": 0.0, "mismatch/rollout_rs_masked_fraction": 0.4}  # fmt: skip
+               "mismatch/rollout_is_mean": 1.01, "mismatch/rollout_is_catastrophic_token_fraction": 0.0,
+               "mismatch/rollout_rs_masked_fraction": 0.4}  # fmt: skip
     assert {health.metric for health in HEALTH} == set(healthy)
     assert out_of_range(healthy) == out_of_range({}) == []
     bad = {"eff_sample_size": [0.79, math.nan], "veto_fraction": [0.06], "mean": [0.89, 1.11], "catastrophic_token_fraction": [0.02]}

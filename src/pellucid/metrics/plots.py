@@ -34,7 +34,8 @@ def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Pa
     import numpy as np
 
     figure, axes = _figure(1)
-    for colour, (label, files) in zip(_COLOURS * len(variants), variants.items()):
+    for index, (label, files) in enumerate(variants.items()):
+        colour, dashes = _COLOURS[index % len(_COLOURS)], ("-", "--", ":")[index // len(_COLOURS) % 3]
         by_step: dict[int, list[float]] = {}
         for rows in map(read_metrics, files):
             for row in rows:
@@ -43,8 +44,8 @@ def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Pa
         steps = sorted(by_step)
         mean = np.array([np.mean(by_step[step]) for step in steps])
         half = np.array([_t_interval(by_step[step]) for step in steps])
-        axes[0].plot(steps, mean, color=colour, linewidth=1.6, label=f"{label} {mean[-1]:.3g}")
-        axes[0].fill_between(steps, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0)
+        axes[0].plot(steps, mean, color=colour, linestyle=dashes, linewidth=1.6, label=f"{label} {mean[-1]:.3g}")
+        axes[0].fill_between(steps, mean - half, mean + half, color=colour, alpha=0.7 / (4 + len(variants)), linewidth=0)
     axes[0].set(title=f"{metric}: mean over runs, 95% confidence", xlabel="step")
     _finish(figure, axes, path_png)
 
