@@ -13,6 +13,8 @@ from pellucid.algo.policy_loss import LossInputs, PolicyLossFunction
 from pellucid.errors import UserError
 
 PREFIX = "plugin/"
+LOSS_METRICS = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/pg_covfrac")
+"""What built-in losses report, and a loss built on one of them passes on."""
 LOSS_FIELD, ESTIMATOR_FIELD = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
 
 
@@ -31,7 +33,7 @@ def checked_loss(function: Callable[..., Any], spec: str) -> PolicyLossFunction:
                 LOSS_FIELD, f"'{spec}' returns a loss without gradient: nothing would be learned.", "Compute it from inputs.logp, not detached."
             )
         for name, value in dict(metrics).items():
-            if not name.startswith(PREFIX):
+            if not name.startswith(PREFIX) and name not in LOSS_METRICS:
                 raise UserError(LOSS_FIELD, f"'{spec}' returns the metric '{name}'.", f"Call it '{PREFIX}{name}'.")
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 raise UserError(LOSS_FIELD, f"'{spec}' returns '{name}' as {_shown(value)}.", "Return a scalar tensor.")
