@@ -306,9 +306,9 @@ def num_updates(config: RunConfig, steps: int, mini_batch_size: int, epochs: int
     return steps * epochs * (config.data.train_batch_size // mini_batch_size)
 
 
-def make_optimizer(model: PreTrainedModel, optim: OptimConfig, grad_clip: float, num_updates: int) -> ScheduledAdamW:
-    """Return AdamW over the model's trainable parameters with the schedule laid out over `num_updates` optimizer steps."""
-    total = optim.total_training_steps if optim.total_training_steps > 0 else num_updates
+def make_optimizer(model: PreTrainedModel, optim: OptimConfig, grad_clip: float, run_updates: int) -> ScheduledAdamW:
+    """Return AdamW over the model's trainable parameters with the schedule laid out over `run_updates` optimizer steps."""
+    total = optim.total_training_steps if optim.total_training_steps > 0 else run_updates
     warmup = (
         optim.lr_warmup_steps
         if optim.lr_warmup_steps and optim.lr_warmup_steps > 0
