@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 Off = tuple[Any, ...] | Callable[[Any, "DictConfig"], bool]
 
 
-def _anything(value: Any, tree: DictConfig) -> bool:
-    return True
-
-
 def _not_enabled(value: Any, tree: DictConfig) -> bool:
     """A block is off when it is null or its `enable` is false or unset."""
     return value is None or (isinstance(value, dict) and value.get("enable") in (None, False))
@@ -78,16 +74,10 @@ DEFERRED: tuple[Deferred, ...] = (
     Deferred("*.profiler", _not_enabled, "profiling"),
     Deferred("reward_model.launch_reward_fn_async", (False,), "asynchronous rewards"),
     Deferred("reward_model.reward_manager", ("naive",), "reward managers"),
-    Deferred("trainer.balance_batch", _anything, "runs of several ranks"),
     Deferred("actor_rollout_ref.hybrid_engine", (True,), "split placement"),
     Deferred("*.use_fused_kernels", (False,), "fused kernels"),
     Deferred("*.freeze_vision_tower", (False,), "models that see images; this run's model is text-only"),
-    Deferred("*.checkpoint.async_save", (False,), "asynchronous checkpoints"),
-    Deferred("*.fsdp_config.param_offload", (False,), _FSDP),
-    Deferred("*.fsdp_config.optimizer_offload", (False,), _FSDP),
     Deferred("*.fsdp_config.offload_policy", (False,), _FSDP),
-    Deferred("*.fsdp_config.fsdp_size", (-1, 1), _FSDP),
-    Deferred("*.fsdp_config.reshard_after_forward", (True, False), _FSDP),
     Deferred("*.fsdp_config.forward_prefetch", (True, False), _FSDP),
     Deferred("*.fsdp_config.mixed_precision", (), _FSDP),
     Deferred("*.megatron", (), "the Megatron engine"),

@@ -13,6 +13,7 @@ from pellucid.config.schema.reward_model import (
 )
 from pellucid.config.schema.rollout import RolloutConfig, SimulateMismatchConfig, ValSamplingConfig
 from pellucid.config.schema.root import ActorRolloutRefConfig, RunConfig, SftConfig, SftEngineConfig
+from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
 from pellucid.config.schema.trainer import BaseTrainerConfig, SftTrainerConfig, TrainerConfig
 
 __all__ = [
@@ -29,12 +30,14 @@ __all__ = [
     "CustomRewardConfig",
     "DataConfig",
     "FilterGroupsConfig",
+    "FsdpConfig",
     "KlControlConfig",
     "ModelConfig",
     "OptimConfig",
     "OverlongBufferConfig",
     "PolicyLossConfig",
     "RefConfig",
+    "RefFsdpConfig",
     "RejectionRuleConfig",
     "RewardConfig",
     "RewardModelSourceConfig",

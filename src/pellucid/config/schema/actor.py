@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import MISSING, Alias, Length, OrImportPath, Range, Refused, link
+from pellucid.config.fields import MISSING, Alias, Length, OrImportPath, Range, link
+from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig, Strategy
 
 Positive = Annotated[int, Range(ge=1)]
 Fraction = Annotated[float, Range(ge=0, le=1)]
-Strategy = Annotated[Literal["fsdp2"], Refused(("fsdp", "megatron"), "Set it to fsdp2.")]
 KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
 KlLossType = Literal[KlType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -58,6 +58,8 @@ class CheckpointConfig:
         default_factory=lambda: ["model", "optimizer", "extra"], metadata=link("${.save_contents}")
     )
     """Parts that are read on resume; null follows `save_contents`."""
+    async_save: bool = False
+    """Write checkpoints in the background: training waits until the state is copied, not until it is on disk."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,10 @@ class ActorConfig:
     """The policy update."""
 
     strategy: Strategy = MISSING
-    """Training engine that holds the policy; fsdp2 is the one of this version. It must be set."""
+    """Training engine that holds the policy: fsdp2 or fsdp, which differ in how they wrap the model alone, and not at
+    all in one process. It must be set."""
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    """How the policy is spread over its ranks."""
     ppo_mini_batch_size: Positive = 256
     """Prompts per optimizer step; with `rollout.n` samples each, a mini-batch has prompts × n samples."""
     ppo_micro_batch_size_per_gpu: Positive | None = None
@@ -142,6 +147,8 @@ class ActorConfig:
 class RefConfig:
     """Log-probabilities under the frozen reference model, used with a KL term."""
 
+    fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
+    """How the reference model is spread over its ranks."""
     log_prob_micro_batch_size_per_gpu: Positive | None = field(
         default=None, metadata=link("${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}")
     )

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pellucid.config.fields import MISSING, Range, link
-from pellucid.config.schema.actor import LossAggMode, OptimConfig, Positive, Strategy
+from pellucid.config.schema.actor import LossAggMode, OptimConfig, Positive
+from pellucid.config.schema.sharding import FsdpConfig, Strategy
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class CriticConfig:
 
     strategy: Strategy = field(default=MISSING, metadata=link("${actor_rollout_ref.actor.strategy}"))
     """Training engine that holds the critic; null follows the actor."""
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    """How the critic is spread over its ranks."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """The critic's model."""
     ppo_mini_batch_size: Positive = field(default=256, metadata=link("${actor_rollout_ref.actor.ppo_mini_batch_size}"))

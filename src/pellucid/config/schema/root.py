@@ -48,6 +48,15 @@ class RunConfig:
     """The run: its length, device, logs and checkpoints."""
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that hold the policy."""
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    def pool_ranks(self, role: str) -> int:
+        """Return how many ranks a role runs on: its own (`trainer.resource_pools`), or the policy's."""
+        return self.trainer.resource_pools.get(role, self.num_ranks)
+
+    @property
     def has_critic(self) -> bool:
         """Whether the estimator needs a value model."""
         return self.algorithm.adv_estimator in CRITIC_ESTIMATORS

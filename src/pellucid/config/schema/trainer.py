@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import Range, Refused, link
+from pellucid.config.fields import Range, link
 
 Positive = Annotated[int, Range(ge=1)]
 Frequency = Annotated[int, Range(ge=-1)]
@@ -45,11 +45,26 @@ class TrainerConfig(BaseTrainerConfig):
     """The reinforcement-learning run."""
 
     n_gpus_per_node: Positive = 1
-    """Training processes on one machine; 1 in this version."""
+    """Ranks on one machine: processes with a GPU each, or with cores of their own where the device is a CPU."""
     nnodes: Positive = 1
-    """Machines; 1 in this version."""
-    placement: Annotated[Literal["local"], Refused(("ray",), "Set it to local: all runs in one process.")] = "local"
-    """Where the roles run; local keeps them in one process."""
+    """Machines; the run has n_gpus_per_node × nnodes ranks."""
+    placement: Literal["local", "ray"] = "local"
+    """Where the roles run: local keeps them in one process, ray spreads them over ranks, each a process."""
+    ray_address: str | None = None
+    """Ray cluster to join, `auto` (the one this machine belongs to) or `host:port`; null starts one on this machine for
+    the run."""
+    rendezvous_port: Annotated[int, Range(ge=1, le=65535)] | None = None
+    """Port of the first machine on which the ranks of several machines meet; null picks a free one."""
+    resource_pools: dict[str, Positive] = field(default_factory=dict)
+    """Ranks of their own for roles among ref, critic and reward_model, beside the policy's, e.g. `{critic: 2}`; the
+    other roles share the policy's ranks."""
+    balance_batch: bool = True
+    """Choose the samples of each rank so that all have about as many tokens."""
+    stall_timeout_s: Annotated[float, Range(gt=0)] | None = 1800.0
+    """Seconds without progress after which the run ends and says where it stood, with all stacks; null never ends
+    it."""
+    max_restarts: Annotated[int, Range(ge=0)] = 0
+    """Times the run starts again by itself from its last checkpoint after a rank died or stalled."""
     critic_warmup: Annotated[int, Range(ge=0)] = 0
     """Steps at the start in which only the critic learns and the policy rests."""
     val_before_train: bool = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pellucid.config.convert import raise_all
 from pellucid.config.schema import RunConfig, SftConfig
-from pellucid.config.validate import algorithm, batches, correction, effects, run, sampling
+from pellucid.config.validate import algorithm, batches, correction, effects, ranks, run, sampling
 
 
 def validate(config: RunConfig | SftConfig) -> list[str]:
@@ -24,6 +24,7 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
         return []
     changed = effects.changed_keys(config)
     found = [
+        *ranks.mistakes(config),
         *batches.mistakes(config),
         *sampling.mistakes(config),
         *algorithm.mistakes(config),

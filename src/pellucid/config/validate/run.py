@@ -1,4 +1,4 @@
-"""Rules on the run itself (processes, resuming, validation) and on supervised fine-tuning.
+"""Rules on the run itself (resuming, validation, warm-up) and on supervised fine-tuning.
 
 `validate` in the package calls `mistakes` and `sft_mistakes`.
 """
@@ -14,13 +14,8 @@ from pellucid.errors import UserError
 
 
 def mistakes(config: RunConfig) -> Iterator[UserError]:
-    """Yield the mistakes in a reinforcement-learning run's length, place and optimizers."""
+    """Yield the mistakes in a reinforcement-learning run's length and optimizers."""
     trainer, data = config.trainer, config.data
-    for key, value in (("n_gpus_per_node", trainer.n_gpus_per_node), ("nnodes", trainer.nnodes)):
-        if value != 1:
-            yield UserError(
-                f"trainer.{key}", f"{value} is not in this version, which runs in one process.", "Set it to 1."
-            )
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield UserError(
             "trainer.resume_from_path",
