@@ -10,9 +10,9 @@ from tiny import CPU, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
-from pellucid.training.checkpoint import gathered_state, gathered_tensors
+from pellucid.training.checkpoint import gather_into, gathered_state, gathered_tensors
 from pellucid.training.common.heads import LogProbHead, ValueHead
-from pellucid.training.common.lora import add_lora, lora_layers
+from pellucid.training.common.lora import add_lora, lora_layers, state_tensors
 from pellucid.training.common.models import enable_gradient_checkpointing, merged_tensors, model_tensors, output_head
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
@@ -248,6 +248,29 @@ def export(setup: Setup) -> State:
     if engine.sharding is not None:
         return gathered_tensors(engine.sharding)
     return {name: tensor.detach() for name, tensor in merged_tensors(engine.model).items()}
+
+
+def gather_copies(setup: Setup, folder: Path, updated: Path) -> list[State]:
+    """Plain copies of the weights after loading them from `folder`, and after an update; the latter is saved to `updated`."""
+    engine = make_engine(replace(setup, seed=setup.seed + 1))
+    engine.load(folder, WHOLE_STATE)
+    engine.forward(sequences(), LogProbHead(TEMPERATURE))  # may leave weights gathered
+    copy, copies = make_model(replace(setup, seed=setup.seed + 2)), []
+    for only_trained in (False, True):
+        if only_trained:
+            engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+        assert engine.sharding is not None
+        gather_into(engine.sharding, copy, only_trained=only_trained)
+        copies.append({name: tensor.detach().clone() for name, tensor in state_tensors(copy).items()})
+    engine.save(updated, WHOLE_STATE)
+    return copies
+
+
+def loaded_weights(setup: Setup, folder: Path) -> State:
+    """Return the weights of one process after loading `folder`."""
+    engine = make_engine(replace(setup, seed=setup.seed + 1))
+    engine.load(folder, WHOLE_STATE)
+    return {name: tensor.detach() for name, tensor in state_tensors(engine.model).items()}
 
 
 def mesh_error(fsdp_size: int) -> str:

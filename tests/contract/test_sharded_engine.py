@@ -228,3 +228,24 @@ def test_gathered_weights_are_a_hugging_face_model(ranks, plan, setup, tmp_path)
             tensor.copy_(whole[name])
     ids = torch.tensor([sharded.tokens(9, 4)])
     torch.testing.assert_close(loaded(ids).logits, plain_copy(setup.architecture, model)(ids).logits)
+
+
+GATHERED = {
+    "tied": Setup(architecture="llama_tied"),
+    "lora": Setup(role="lora"),
+    "bf16-layers": Setup(dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("variant", GATHERED)
+def test_every_rank_gathers_the_whole_weights_into_a_plain_model(ranks, plan, variant, tmp_path):
+    setup, updated = GATHERED[variant], tmp_path / "updated"
+    sharded.save_now(setup, tmp_path)
+    expected = [sharded.loaded_weights(setup, tmp_path)]
+    plan = replace(plan, param_dtype=setup.dtype)
+    answers = ranks.run(2, sharded.gather_copies, replace(setup, plan=plan), tmp_path, updated)
+    expected.append(sharded.loaded_weights(setup, updated))
+    assert any(not torch.equal(expected[0][name], expected[1][name]) for name in expected[0])
+    for copies in answers:
+        for copy, alone in zip(copies, expected, strict=True):
+            assert_equal(copy, alone)

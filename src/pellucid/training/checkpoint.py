@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from pellucid.training.common.lora import merge_adapters
+from pellucid.training.common.lora import merge_adapters, state_tensors
 from pellucid.training.common.models import check_same_tensors, model_tensors
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.fsdp import SHARDS
@@ -163,6 +163,23 @@ def gathered_tensors(sharding: Sharding) -> dict[str, torch.Tensor]:
     return merge_adapters(tensors, sharding.root) if tensors else {}
 
 
+@torch.no_grad()
+def gather_into(sharding: Sharding, model: PreTrainedModel, *, only_trained: bool = False) -> None:
+    """Copy the whole current weights into `model`, on every rank; one tensor is gathered at a time.
+
+    Collective: every rank calls it with the same `only_trained`.
+
+    Args:
+        sharding: the model spread over the ranks.
+        model: a plain copy of the same structure, under LoRA with the same adapted layers; it may have other dtypes.
+        only_trained: under LoRA gather the adapters alone, the base being in `model` from an earlier call.
+    """
+    own = state_tensors(model)
+    names = sharding.tensor_names if only_trained else sharding.state_names
+    for name, tensor in _model_state(sharding.root, names).items():
+        own[name].copy_(_whole(tensor, sharding.device))
+
+
 def gathered_state(sharding: Sharding, optimizer: ScheduledAdamW) -> dict[str, torch.Tensor]:
     """Return what the two files of one process hold, on rank 0; other ranks get nothing. Collective, as `gathered_tensors`."""
     state = _model_state(sharding.root, sharding.tensor_names)
@@ -173,12 +190,17 @@ def gathered_state(sharding: Sharding, optimizer: ScheduledAdamW) -> dict[str, t
 
 
 def _gather(tensors: dict[str, Any], sharding: Sharding) -> dict[str, torch.Tensor]:
-    whole = {}
+    gathered = {}
     for name, tensor in tensors.items():
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = _whole(tensor, sharding.device)
         if sharding.rank == 0:
-            whole[name] = tensor.detach().to("cpu", copy=True)
-    return whole
+            gathered[name] = whole.detach().to("cpu", copy=True)
+    return gathered
+
+
+def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # On the device first: shards offloaded to CPU memory would be gathered over gloo.
+    return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _state_to_save(

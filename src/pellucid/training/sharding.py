@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
-from pellucid.training.common.lora import state_names
+from pellucid.training.common.lora import state_tensors
 from pellucid.training.common.models import model_tensors, num_parameters, num_trainable_parameters
 
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
@@ -128,7 +128,8 @@ class Sharding:
         self.num_parameters, self.num_trainable = num_parameters(model), num_trainable_parameters(model)
         self.tensor_names = list(model_tensors(model))
         """What a checkpoint holds: tied tensors once, under LoRA the adapters alone."""
-        self.state_names = state_names(model)
+        self.state_names = list(state_tensors(model))
+        """Names of all of the model's tensors, tied ones once, under LoRA base and adapters."""
         self.tied = _tied(model)
         """Other names of tied tensors, and the one that they are kept under."""
         self.root: Any = _wrap(model, plan, self.mesh, device)

@@ -91,7 +91,7 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
     Without adapters these are the model's own tensors, not copies.
     """
-    tensors = _state_tensors(model)
+    tensors = state_tensors(model)
     adapters = adapter_tensors(model)
     layer_of = {id(layer.base_layer.weight): layer for layer in lora_layers(model)}
     return {
@@ -101,12 +101,8 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def state_names(model: torch.nn.Module) -> list[str]:
-    """Return the names of parameters, adapters among them, and of persistent buffers, tied ones once."""
-    return list(_state_tensors(model))
-
-
-def _state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's own parameters, adapters among them, and persistent buffers, tied ones once."""
     persistent = model.state_dict().keys()
     return dict(model.named_parameters()) | {
         name: buffer for name, buffer in model.named_buffers() if name in persistent
