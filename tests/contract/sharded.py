@@ -13,7 +13,13 @@ from pellucid.errors import UserError
 from pellucid.training.checkpoint import gather_into, gathered_state, gathered_tensors
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.lora import add_lora, lora_layers, state_tensors
-from pellucid.training.common.models import enable_gradient_checkpointing, merged_tensors, model_tensors, output_head
+from pellucid.training.common.models import (
+    enable_gradient_checkpointing,
+    load_tokenizer,
+    merged_tensors,
+    model_tensors,
+    output_head,
+)
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
@@ -241,10 +247,12 @@ def load_error(setup: Setup, folder: Path) -> str:
     return "no error"
 
 
-def export(setup: Setup) -> State:
-    """Return the whole weights after an update, adapters merged in."""
+def export(setup: Setup, folder: Path) -> State:
+    """Write a Hugging Face folder after an update, and return the whole weights, adapters merged in, on rank 0."""
     engine = make_engine(setup)
     engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    engine.save_hf(load_tokenizer("builtin"), folder)
+    engine.forward(sequences(), LogProbHead(TEMPERATURE))  # all ranks are still in step
     if engine.sharding is not None:
         return gathered_tensors(engine.sharding)
     return {name: tensor.detach() for name, tensor in merged_tensors(engine.model).items()}

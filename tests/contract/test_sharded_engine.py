@@ -13,7 +13,6 @@ from sharded import Setup, State, Trace
 from tiny import plain_copy
 from transformers import AutoModelForCausalLM
 
-from pellucid.training.common.models import load_tokenizer, save_hf_model
 from pellucid.training.sharding import ShardingPlan
 
 STRATEGIES = ["fsdp2", "fsdp"]
@@ -215,16 +214,18 @@ def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("setup", [Setup(architecture="llama_tied"), Setup(role="lora")], ids=["tied", "lora"])
-def test_gathered_weights_are_a_hugging_face_model(ranks, plan, setup, tmp_path):
-    alone, *others = (sharded.export(setup), *ranks.run(2, sharded.export, replace(setup, plan=plan)))
-    whole, rest = others
+def test_the_export_is_a_hugging_face_model(ranks, plan, setup, tmp_path):
+    alone = sharded.export(setup, tmp_path / "alone")
+    whole, rest = ranks.run(2, sharded.export, replace(setup, plan=plan), tmp_path / "ranks")
     assert not rest  # rank 0 has them
     assert_close(whole, alone, TOLERANCE)
-    model = sharded.tiny_model(setup.architecture)  # as the exporting rank has it: of the right kind, with other weights
-    save_hf_model(model, load_tokenizer("builtin"), tmp_path, tensors=whole)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("alone", "ranks")]
+    assert files[0] == files[1]
+    assert (tmp_path / "alone/config.json").read_text() == (tmp_path / "ranks/config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ranks")
+    model = sharded.tiny_model(setup.architecture)
     with torch.no_grad():
-        for name, tensor in dict(model.named_parameters()).items():
+        for name, tensor in model.named_parameters():
             tensor.copy_(whole[name])
     ids = torch.tensor([sharded.tokens(9, 4)])
     torch.testing.assert_close(loaded(ids).logits, plain_copy(setup.architecture, model)(ids).logits)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.training.common.lora import base_weights
 from pellucid.training.common.models import (
@@ -22,6 +22,7 @@ from pellucid.training.common.models import (
     num_parameters,
     num_trainable_parameters,
     output_head,
+    save_hf_model,
 )
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import (
@@ -208,6 +209,16 @@ class FsdpEngine:
             return checkpoint.start_saving_shards(folder, self.sharding, self.optimizer, self.version, contents)
         self.save(folder, contents)
         return lambda: None
+
+    def save_hf(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """See `TrainingEngine.save_hf`; over several ranks every one calls it and rank 0 alone writes, after the last gather."""
+        if self.sharding is None:
+            return save_hf_model(self.model, tokenizer, folder)
+        from pellucid.training import checkpoint
+
+        tensors = checkpoint.gathered_tensors(self.sharding)
+        if self.sharding.rank == 0:
+            save_hf_model(self.model, tokenizer, folder, tensors=tensors)
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         """See `TrainingEngine.load`.
