@@ -37,6 +37,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def count(kind: str) -> int:
+    """Return how many devices of a kind (`cuda`, `npu`) this machine has."""
+    module = torch.cuda if kind == "cuda" else torch.npu  # pyright: ignore[reportAttributeAccessIssue]
+    return module.device_count()
+
+
 def keep_freed_memory() -> None:
     """Tell glibc's allocator to reuse freed memory rather than hand it back to the kernel; nothing elsewhere.
 

@@ -20,6 +20,9 @@ class UserError(ValueError):
         self.field, self.reason, self.remedy = field, reason, remedy
         super().__init__(f"{field}: {reason}" + (f" {remedy}" if remedy else ""))
 
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str, str]]:
+        return UserError, (self.field, self.reason, self.remedy)
+
 
 class MissingExtraError(UserError):
     """An optional package is needed but not installed; the remedy names the extra."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def write_rollouts(path: Path, rollouts: list[Rollout], step: int,
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
     with atomic_open(path) as raw, compressor.stream_writer(raw, closefd=False) as compressed:
         for rollout in rollouts:
-            record = _record(rollout, step, pieces(rollout.token_ids) if pieces else None)
+            record = _record(rollout, step, pieces(list(rollout.token_ids)) if pieces else None)
             compressed.write(json.dumps(record, default=str).encode() + b"\n")
 
 
@@ -71,12 +71,16 @@ def _record(rollout: Rollout, step: int, pieces: list[str] | None) -> dict[str, 
     return {
         "step": step, "uid": prompt.uid, "task": prompt.task, "sample": rollout.sample,
         "prompt": prompt.text, "prompt_ids": prompt.token_ids, "answer": prompt.answer,
-        "response": rollout.text, "response_ids": rollout.token_ids, "pieces": pieces,
+        "response": rollout.text, "response_ids": list(rollout.token_ids), "pieces": pieces,
         "finish_reason": rollout.finish_reason,
         "reward": rollout.reward, "reward_parts": rollout.reward_parts,
         "failure": None if rollout.failure is None else dataclasses.asdict(rollout.failure),
-        "mask": [int(kept) for kept in rollout.mask or [rollout.failure is None] * length],
-        "rollout_logprobs": rollout.logprobs, "training_logprobs": rollout.training_logprobs,
-        "correction_weights": rollout.correction_weights,
-        **({"policy_version": rollout.versions[0]} if constant else {"policy_versions": rollout.versions}),
+        "mask": [int(kept) for kept in (rollout.mask if rollout.mask is not None else [rollout.failure is None] * length)],
+        "rollout_logprobs": list(rollout.logprobs), "training_logprobs": _listed(rollout.training_logprobs),
+        "correction_weights": _listed(rollout.correction_weights),
+        **({"policy_version": rollout.versions[0]} if constant else {"policy_versions": list(rollout.versions)}),
     }
+
+
+def _listed(values: Sequence[float] | None) -> list[float] | None:
+    return None if values is None else list(values)

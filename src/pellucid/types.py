@@ -14,6 +14,7 @@ Shapes: B samples, T response tokens (right-padded). Padding is 0 in every float
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,11 +59,11 @@ class Rollout:
     prompt: Prompt
     sample: int
     """Index within the group, 0 … n−1."""
-    token_ids: list[int]
-    """[L] sampled ids, the end-of-text id included when it was sampled."""
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    """[L] sampled ids, the end-of-text id included when it was sampled; from other processes a view of shared memory."""
+    logprobs: Sequence[float]
     """[L] log-probability of each sampled id under the sampling policy: temperature-scaled, full vocabulary."""
-    versions: list[int]
+    versions: Sequence[int]
     """[L] version of the policy weights that produced each token (0 before the first update)."""
     finish_reason: Literal["stop", "length"]
     text: str = ""
@@ -72,11 +73,11 @@ class Rollout:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Named components and extra numbers the reward function returned."""
     failure: RewardFailure | None = None
-    training_logprobs: list[float] | None = None
+    training_logprobs: Sequence[float] | None = None
     """[L] log-probability of the same ids under the training engine's policy."""
-    mask: list[bool] | None = None
+    mask: Sequence[bool] | None = None
     """[L] whether the token was trained on, after failures and rejection; None before the update."""
-    correction_weights: list[float] | None = None
+    correction_weights: Sequence[float] | None = None
     """[L] weight of each token in the policy loss, where rollout correction was applied."""
 
 
@@ -117,6 +118,7 @@ class Batch:
     @classmethod
     def from_rollouts(cls, rollouts: list[Rollout]) -> Batch:
         """Pad `rollouts` to [B, T]; rows whose reward failed are masked out."""
+        import numpy as np
         import torch
 
         lengths = [len(rollout.token_ids) for rollout in rollouts]
@@ -125,7 +127,7 @@ class Batch:
         group_of: dict[str, int] = {}
         group = torch.tensor([group_of.setdefault(rollout.prompt.uid, len(group_of)) for rollout in rollouts])
         for row, (rollout, length) in enumerate(zip(rollouts, lengths)):
-            logp[row, :length] = torch.tensor(rollout.logprobs)
+            logp[row, :length] = torch.from_numpy(np.array(rollout.logprobs, dtype=np.float32))
             if rollout.failure is None and length:
                 mask[row, :length] = True
                 rewards[row, length - 1] = rollout.reward or 0.0

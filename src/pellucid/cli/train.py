@@ -92,7 +92,7 @@ def _train(
         if checkpoint is not None:
             restore(run, checkpoint)
         atomic_write(run_dir.config_yaml, resolved_yaml)
-        run_dir.start_record(device=str(run.device), seeds={"trainer.seed": trainer.seed})
+        run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
         with _recorded_exit(run):
             train(run)
     _summary(run_dir)

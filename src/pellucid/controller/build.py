@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from pellucid import devices
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.correction import CorrectionSettings
 from pellucid.algo.kl import KLController, make_kl_controller
@@ -25,31 +23,20 @@ from pellucid.controller.make_roles import (
     choose_estimator,
     choose_policy_loss,
     correction_settings,
-    load_policy,
-    make_actor,
-    make_actor_engine,
-    make_critic,
-    make_reference,
-    make_reward_model,
+    run_tokenizer,
 )
+from pellucid.controller.placement import Placement, place_roles
 from pellucid.controller.rewards import Rewards
 from pellucid.data import PromptLoader, build_prompts
 from pellucid.metrics.console import StepDisplay
 from pellucid.metrics.trackers import Trackers
 from pellucid.profiler.spans import SpanRecorder
 from pellucid.reward import Scorer, make_scorer
-from pellucid.roles.actor import Actor
-from pellucid.roles.critic import Critic
-from pellucid.roles.reference import Reference
+from pellucid.roles.protocol import CriticRole, PolicyRole, ReferenceRole
 from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
+from pellucid.rollout.protocol import RolloutEngine
 from pellucid.rundir import RunDir
-from pellucid.training.common.models import (
-    eos_token_ids,
-    load_tokenizer,
-    model_folder,
-    token_pieces,
-)
-from pellucid.training.protocol import TrainingEngine
+from pellucid.training.common.models import model_folder, token_pieces
 from pellucid.types import Prompt
 
 
@@ -60,25 +47,17 @@ class Run:
     config: RunConfig
     run_dir: RunDir
     store: CheckpointStore
-    device: torch.device
-    dtype: torch.dtype
+    placement: Placement
+    """The roles, and the processes they run in."""
     tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
     loader: PromptLoader
     val_prompts: list[Prompt]
-    actor: Actor
-    reference: Reference | None
-    critic: Critic | None
-    rollout_engine: NativeRolloutEngine | MismatchedEngine
+    rollout_engine: RolloutEngine
     """Samples what is trained on; under `rollout.simulate_mismatch` not quite from the trained policy."""
-    validation_engine: NativeRolloutEngine
-    """Samples from the trained policy itself."""
     rewards: Rewards
     estimator: Estimator
     correction: CorrectionSettings | None
     kl_control: KLController
-    engines: list[TrainingEngine]
-    """Every training engine of the run, whose arithmetic counts into its utilisation."""
     spans: SpanRecorder
     display: StepDisplay
     trackers: Trackers
@@ -87,6 +66,28 @@ class Run:
     """The next step to run; later than 1 after a resume."""
     warned: set[str] = field(default_factory=set)
     """Metrics of which it was said that they left their healthy range."""
+
+    @property
+    def actor(self) -> PolicyRole:
+        """The policy being trained."""
+        assert self.placement.roles.actor is not None
+        return self.placement.roles.actor
+
+    @property
+    def reference(self) -> ReferenceRole | None:
+        """The frozen reference, where a KL term needs one."""
+        return self.placement.roles.reference
+
+    @property
+    def critic(self) -> CriticRole | None:
+        """The critic, where the estimator has one."""
+        return self.placement.roles.critic
+
+    @property
+    def validation_engine(self) -> RolloutEngine:
+        """Samples from the trained policy itself."""
+        assert self.placement.roles.rollout is not None
+        return self.placement.roles.rollout
 
     @property
     def needs_old_log_probs(self) -> bool:
@@ -111,8 +112,9 @@ class Run:
         return token_pieces(self.tokenizer, ids)
 
     def close(self) -> None:
-        """Close the timeline; scorer and trackers belong to who opened them."""
+        """Close the timeline and end the ranks; scorer and trackers belong to who opened them."""
         self.spans.close()
+        self.placement.close()
 
 
 @dataclass
@@ -146,12 +148,6 @@ def load_inputs(config: RunConfig) -> Inputs:
     return Inputs(tokenizer, train.prompts, val_prompts, scorer, estimator, policy_loss)
 
 
-def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the config's model section."""
-    model = config.actor_rollout_ref.model
-    return load_tokenizer(model.tokenizer_path or model_folder(model.path), trust_remote_code=model.trust_remote_code)
-
-
 def run_scorer(config: RunConfig) -> Scorer:
     """Return the scorer of the config's reward section."""
     reward = config.reward_model
@@ -181,66 +177,38 @@ def print_plan(config: RunConfig, num_train_prompts: int) -> None:
 def build_run(
     config: RunConfig, run_dir: RunDir, inputs: Inputs, trackers: Trackers, first_step: int
 ) -> Run:
-    """Load the model and assemble the run; its state is that of a fresh start until `restore` is called."""
-    devices.keep_freed_memory()
-    device = devices.choose_device(config.trainer.device)
-    dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
+    """Place the roles and assemble the run; its state is that of a fresh start until `restore` is called."""
     rollout_config = config.actor_rollout_ref.rollout
     if config.actor_rollout_ref.actor.use_torch_compile:
         notice(
             "use_torch_compile: left off; packed batches change shape every step, so compiling does not pay here.",
             style="dim",
         )
-    seed = config.trainer.seed
     loader = PromptLoader(
         inputs.train_prompts,
         config.data.train_batch_size,
         config.data.shuffle,
-        seed if config.data.seed is None else config.data.seed,
+        config.trainer.seed if config.data.seed is None else config.data.seed,
     )
     total_steps = num_steps(config, loader.steps_per_epoch)
-    model = load_policy(config, device)
-    engine = make_actor_engine(config, model, device, dtype, total_steps)
-    # Validation alone needs the policy and what scores it.
-    trains = not config.trainer.val_only
-    reference = make_reference(config, engine) if trains else None
-    critic = None
-    if trains and config.has_critic:
-        critic = make_critic(config, device, dtype, total_steps)
-    reward_model = None
-    if config.reward_model.enable and (trains or not config.reward_model.rule_weight):
-        reward_model = make_reward_model(config, inputs.tokenizer, device, dtype)
+    placement = place_roles(config, run_dir, inputs.tokenizer, inputs.policy_loss, total_steps, lambda: None)
+    roles = placement.roles
+    assert roles.rollout is not None
     spans = SpanRecorder(run_dir.timeline / "controller.json")
-    native = NativeRolloutEngine(
-        engine,
-        inputs.tokenizer,
-        eos_token_ids(model, inputs.tokenizer),
-        seed=rollout_config.seed,
-        max_num_seqs=rollout_config.max_num_seqs,
-        max_num_batched_tokens=rollout_config.max_num_batched_tokens,
-    )
-    holders = (reference, critic and critic.engine, reward_model and reward_model.engine)
     control = config.algorithm.kl_ctrl
     return Run(
         config=config,
         run_dir=run_dir,
         store=CheckpointStore(run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep),
-        device=device,
-        dtype=dtype,
+        placement=placement,
         tokenizer=inputs.tokenizer,
-        model=model,
         loader=loader,
         val_prompts=inputs.val_prompts,
-        actor=make_actor(config, engine, inputs.policy_loss, reference),
-        reference=None if reference is None else Reference(reference, temperature=rollout_config.temperature),
-        critic=critic,
-        rollout_engine=_with_mismatch(config, native),
-        validation_engine=native,
-        rewards=Rewards(config.reward_model, inputs.scorer, reward_model, rollout_config.response_length, spans),
+        rollout_engine=_with_mismatch(config, roles.rollout),
+        rewards=Rewards(config.reward_model, inputs.scorer, roles.reward_model, rollout_config.response_length, spans),
         estimator=inputs.estimator,
         correction=correction_settings(config.algorithm),
         kl_control=make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon),
-        engines=[engine, *(holder for holder in holders if holder is not None)],
         spans=spans,
         display=StepDisplay(total_steps, first_step - 1),
         trackers=trackers,
@@ -249,18 +217,17 @@ def build_run(
     )
 
 
-def _with_mismatch(config: RunConfig, native: NativeRolloutEngine) -> NativeRolloutEngine | MismatchedEngine:
-    """Return the engine that training samples come from: the native one, unless the laboratory is on."""
+def _with_mismatch(config: RunConfig, engine: RolloutEngine) -> RolloutEngine:
+    """Return the engine that training samples come from: the one given, unless the laboratory is on."""
     simulate, seed = config.actor_rollout_ref.rollout.simulate_mismatch, config.actor_rollout_ref.rollout.seed
     settings = MismatchSettings(simulate.dtype, simulate.stale_steps, simulate.noise)
-    return MismatchedEngine(native, settings, seed) if settings.changes_weights else native
+    if not settings.changes_weights:
+        return engine
+    assert isinstance(engine, NativeRolloutEngine), "the laboratory runs in one process"
+    return MismatchedEngine(engine, settings, seed)
 
 
 def num_steps(config: RunConfig, steps_per_epoch: int) -> int:
     """Return the run's length in steps: `total_training_steps`, else `total_epochs` over the data."""
     return config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch
 
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch type of the config's `float32` or `bfloat16`."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

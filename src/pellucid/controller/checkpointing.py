@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,33 +14,57 @@ from pellucid.console import console
 from pellucid.controller.build import Run
 from pellucid.errors import UserError
 from pellucid.rollout.native import MismatchedEngine
-from pellucid.training.common.models import save_hf_model
+from pellucid.training.fsdp import MODEL_FILE, OPTIMIZER_FILE, SHARDS
 
 STATE_FILE, HF_FOLDER, CRITIC_FOLDER = "trainer_state.json", "hf_model", "critic"
 
 
 def save_checkpoint(run: Run, step: int) -> None:
-    """Write the checkpoint of a finished step.
+    """Write the checkpoint of a finished step; with `async_save` training goes on while the files are written.
 
     Raises:
-        UserError: the disk is full; earlier checkpoints are whole.
+        UserError: the disk is full (of this checkpoint, or of the one before, written in the background); earlier ones are whole.
     """
-    contents = list(run.config.actor_rollout_ref.actor.checkpoint.save_contents)
+    section = run.config.actor_rollout_ref.actor.checkpoint
+    contents = list(section.save_contents)
+    trained = {"": run.actor} if run.critic is None else {"": run.actor, CRITIC_FOLDER: run.critic}
 
-    def write(folder: Path) -> None:
-        run.actor.engine.save(folder, contents)
-        if run.critic is not None:
-            (folder / CRITIC_FOLDER).mkdir()
-            run.critic.engine.save(folder / CRITIC_FOLDER, contents)
+    def start(folder: Path) -> Callable[[], None]:
+        """Write what is small, and start writing weights and optimizers."""
         if "extra" in contents:
             state = {"step": step, "loader": run.loader.state_dict(), "kl_control": run.kl_control.state_dict()}
             (folder / STATE_FILE).write_text(json.dumps(state))
             if isinstance(run.rollout_engine, MismatchedEngine):
                 run.rollout_engine.save(folder)
         if HF_FOLDER in contents:
-            save_hf_model(run.model, run.tokenizer, folder / HF_FOLDER)
+            run.actor.save_hf(run.tokenizer, folder / HF_FOLDER)
+        waits: list[Callable[[], None]] = []
+        for name, role in trained.items():
+            (folder / name).mkdir(exist_ok=True)
+            if section.async_save:
+                waits.append(role.start_saving(folder / name, contents))
+            else:
+                role.save(folder / name, contents)
 
-    run.store.save(step, write)
+        def wait_for_all() -> None:
+            for wait in waits:
+                wait()
+
+        return wait_for_all
+
+    if section.async_save:
+        run.store.start(step, start)
+    else:
+        run.store.save(step, lambda folder: start(folder)())
+
+
+@contextmanager
+def saves_finished(run: Run) -> Iterator[None]:
+    """Wait at the end of the block for the checkpoint that is written in the background, however the block ends."""
+    try:
+        yield
+    finally:
+        if hasattr(run.store, 'finish'): run.store.finish()
 
 
 @contextmanager
@@ -54,6 +78,7 @@ def progress_kept(run: Run, step: int) -> Iterator[None]:
         yield
     except UserError:
         done = step - 1
+        if hasattr(run.store, 'finish'): run.store.finish()
         if step > run.first_step and done not in run.store.steps():
             run.loader.load_state_dict(position)
             save_checkpoint(run, done)
@@ -90,15 +115,16 @@ def restore(run: Run, checkpoint: Path) -> None:
         UserError: the checkpoint lacks a part, or belongs to another model or data set.
     """
     contents = list(run.config.actor_rollout_ref.actor.checkpoint.load_contents)
-    files = {"model": "model.safetensors", "optimizer": "optimizer.safetensors", "extra": STATE_FILE}
+    # Shards hold model and optimizer; that they lack one of them shows when they are read.
+    files = {"model": (MODEL_FILE, SHARDS), "optimizer": (OPTIMIZER_FILE, SHARDS), "extra": (STATE_FILE,)}
     for part in contents:
-        if part in files and not (checkpoint / files[part]).exists():
+        if part in files and not any((checkpoint / name).exists() for name in files[part]):
             raise UserError(
                 "actor_rollout_ref.actor.checkpoint.load_contents",
                 f"asks for '{part}', which '{checkpoint}' does not hold.",
                 f"Take '{part}' out of load_contents, or resume from a checkpoint saved with it.",
             )
-    run.actor.engine.load(checkpoint, contents)
+    run.actor.load(checkpoint, contents)
     if run.critic is not None:
         if not (checkpoint / CRITIC_FOLDER).is_dir():
             raise UserError(
@@ -106,7 +132,8 @@ def restore(run: Run, checkpoint: Path) -> None:
                 f"{run.config.algorithm.adv_estimator} has a critic, which '{checkpoint}' does not hold.",
                 "Resume with the estimator that the run began with, or start a new run.",
             )
-        run.critic.engine.load(checkpoint / CRITIC_FOLDER, contents)
+        run.critic.load(checkpoint / CRITIC_FOLDER, contents)
+    run.validation_engine.sync_weights()
     if "extra" in contents:
         state = json.loads((checkpoint / STATE_FILE).read_text())
         run.loader.load_state_dict(state["loader"])

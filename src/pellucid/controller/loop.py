@@ -14,7 +14,7 @@ One step after the other, each stage waiting for the one before: nothing is samp
 
 from pellucid.console import console
 from pellucid.controller.build import Run
-from pellucid.controller.checkpointing import is_due, save_checkpoint
+from pellucid.controller.checkpointing import is_due, save_checkpoint, saves_finished
 from pellucid.controller.interrupt import StopRequested, stop_on_signals
 from pellucid.controller.step import train_step
 from pellucid.controller.step_metrics import speed_metrics
@@ -30,7 +30,7 @@ def train(run: Run) -> None:
         NonFiniteError: NaN or Inf in an update; the batch was saved.
     """
     trainer = run.config.trainer
-    with stop_on_signals() as stop, run.display:
+    with stop_on_signals() as stop, run.display, saves_finished(run):
         if run.first_step == 1 and trainer.val_before_train and run.val_prompts:
             run.log(0, validate(run, step=0) | run.spans.step_timings())
         for step in range(run.first_step, run.total_steps + 1):

@@ -1,10 +1,12 @@
 """From config sections to roles: actor, critic, reference, reward model, each an engine with its model and optimizer.
 
-`build.py` calls these once everything that can be checked without a model has been.
+`make_roles` runs in the controller's own process, or with the same arguments on every rank of a worker group.
 """
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,14 +18,20 @@ from pellucid.config import RunConfig
 from pellucid.config.schema.actor import ActorConfig, OptimConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
 from pellucid.config.schema.critic import CriticConfig
+from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
 from pellucid.controller.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
 from pellucid.errors import UserError
 from pellucid.plugins import load_object
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.roles.critic import Critic
+from pellucid.roles.protocol import CriticRole, PolicyRole, ReferenceRole, RewardRole
+from pellucid.roles.reference import Reference
 from pellucid.roles.reward_model import RewardModel
+from pellucid.rollout.native import NativeRolloutEngine
+from pellucid.rollout.native.gathered import GatheredPolicy
+from pellucid.rollout.protocol import RolloutEngine
 from pellucid.training.common.lora import add_lora, require_peft
-from pellucid.training.common.models import load_model, load_tokenizer, model_folder, read_config
+from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, model_folder, read_config
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.value_models import (
     CRITIC,
@@ -33,6 +41,11 @@ from pellucid.training.common.value_models import (
     max_positions,
 )
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
+
+if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
+    from pellucid.training.sharding import Sharding
+
+RoleName = Literal["actor", "rollout", "ref", "critic", "reward_model"]
 
 
 def choose_estimator(config: RunConfig) -> Estimator:
@@ -85,6 +98,12 @@ def correction_settings(algorithm: AlgorithmConfig) -> CorrectionSettings | None
         batch_normalize=algorithm.rollout_is_batch_normalize,
         rejection=rules,
     )
+
+
+def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the config's model section."""
+    model = config.actor_rollout_ref.model
+    return load_tokenizer(model.tokenizer_path or model_folder(model.path), trust_remote_code=model.trust_remote_code)
 
 
 def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -152,6 +171,40 @@ def _reward_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return None if own.get_vocab() == tokenizer.get_vocab() else own
 
 
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Where the models of a process live, and over how many ranks they are spread."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_ranks: int = 1
+    """Ranks of the process group that this process has joined; 1 needs none."""
+    balance_ranks: bool = True
+    """Give the ranks as many tokens each, rather than as many samples."""
+
+    def shard(
+        self, model: PreTrainedModel, strategy: Literal["fsdp", "fsdp2"], fsdp: FsdpConfig | RefFsdpConfig, section: str
+    ) -> "Sharding | None":
+        """Spread `model` over the ranks; None where one process holds it whole.
+
+        Raises:
+            UserError: `fsdp_size` does not divide the number of ranks.
+        """
+        trained = fsdp if isinstance(fsdp, FsdpConfig) else None
+        if self.num_ranks == 1 and not fsdp.param_offload:
+            return None
+        from pellucid.training.sharding import Sharding, ShardingPlan
+
+        plan = ShardingPlan(
+            strategy,
+            fsdp_size=fsdp.fsdp_size,
+            param_dtype=self.dtype,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            param_offload=fsdp.param_offload,
+        )
+        return Sharding(model, plan, self.device, field=f"{section}.fsdp_config.fsdp_size")
+
+
 def load_policy(config: RunConfig, device: torch.device) -> PreTrainedModel:
     """Load the policy's model, with LoRA adapters where the config asks for them."""
     section = config.actor_rollout_ref.model
@@ -178,11 +231,95 @@ def _load_base(config: RunConfig, device: torch.device) -> PreTrainedModel:
     )
 
 
-def make_actor(
+@dataclass
+class Roles:
+    """The roles of a process, or their proxies; None where the run has no such role, or another pool of ranks has it."""
+
+    actor: PolicyRole | None = None
+    rollout: RolloutEngine | None = None
+    """Samples from the trained policy itself."""
+    reference: ReferenceRole | None = None
+    critic: CriticRole | None = None
+    reward_model: RewardRole | None = None
+
+    def take_flops(self) -> float:
+        """Return the arithmetic of all roles since the last call."""
+        roles = (self.actor, self.reference, self.critic, self.reward_model)
+        return sum(role.take_flops() for role in roles if role is not None)
+
+    def named(self, role: RoleName) -> Any:
+        """Return the role of that name."""
+        return {
+            "actor": self.actor,
+            "rollout": self.rollout,
+            "ref": self.reference,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }[role]
+
+
+def needed_roles(config: RunConfig) -> list[RoleName]:
+    """Return the roles that a run has; validation alone needs the policy and what scores it."""
+    trains = not config.trainer.val_only
+    reward_model = config.reward_model.enable and (trains or not config.reward_model.rule_weight)
+    has: dict[RoleName, bool] = {
+        "actor": True,
+        "rollout": True,
+        "ref": trains and config.needs_reference,
+        "critic": trains and config.has_critic,
+        "reward_model": reward_model,
+    }
+    return [role for role, needed in has.items() if needed]
+
+
+def make_roles(
     config: RunConfig,
-    engine: FsdpEngine,
+    names: Collection[RoleName],
+    tokenizer: PreTrainedTokenizerBase,
     policy_loss: PolicyLoss,
-    reference: FsdpEngine | None,
+    compute: Compute,
+    total_steps: int,
+) -> Roles:
+    """Load the models of the roles in `names` and return the roles. Over several ranks every one calls it alike.
+
+    Raises:
+        UserError: a model does not fit its role, or `fsdp_size` the ranks.
+    """
+    roles, engine = Roles(), None
+    if "actor" in names:
+        model = load_policy(config, compute.device)
+        whole = copy.deepcopy(model) if compute.num_ranks > 1 else None  # before sharding takes it apart
+        engine = make_actor_engine(config, model, compute, total_steps)
+        roles.rollout = make_rollout_engine(config, engine, whole, tokenizer)
+    reference = make_reference(config, compute, engine) if "ref" in names else None
+    if reference is not None:
+        roles.reference = Reference(reference, temperature=config.actor_rollout_ref.rollout.temperature)
+    if engine is not None:
+        roles.actor = make_actor(config, engine, policy_loss, reference)
+    if "critic" in names:
+        roles.critic = make_critic(config, compute, total_steps)
+    if "reward_model" in names:
+        roles.reward_model = make_reward_model(config, tokenizer, compute)
+    return roles
+
+
+def make_rollout_engine(
+    config: RunConfig, actor: FsdpEngine, whole: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+) -> NativeRolloutEngine:
+    """Return the engine that samples from `actor`'s own weights, or, where those are sharded, from a `whole` copy of them."""
+    section = config.actor_rollout_ref.rollout
+    return NativeRolloutEngine(
+        actor if whole is None else GatheredPolicy(actor, whole),
+        tokenizer,
+        eos_token_ids(actor.model, tokenizer),
+        seed=section.seed,
+        max_num_seqs=section.max_num_seqs,
+        max_num_batched_tokens=section.max_num_batched_tokens,
+    )
+
+
+def make_actor(
+    config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, reference: FsdpEngine | None
 ) -> Actor:
     """Return the actor; `reference` is the engine of the frozen reference, or None."""
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -205,10 +342,8 @@ def make_actor(
     )
 
 
-def make_reference(config: RunConfig, actor: FsdpEngine) -> FsdpEngine | None:
-    """Return the engine of the frozen reference where a KL term needs one: the actor's base under LoRA, else a model of its own."""
-    if not config.needs_reference:
-        return None
+def make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | None) -> FsdpEngine:
+    """Return the engine of the frozen reference: the actor's base under LoRA, else a model of its own."""
     ref = config.actor_rollout_ref.ref
     cut = _micro_batching(
         config,
@@ -217,9 +352,11 @@ def make_reference(config: RunConfig, actor: FsdpEngine) -> FsdpEngine | None:
         sequences=ref.log_prob_micro_batch_size_per_gpu,
     )
     if config.actor_rollout_ref.model.lora_rank:
-        return FsdpEngine(actor.model, None, cut, device=actor.device, dtype=actor.dtype, without_adapters=True)
-    model = _load_base(config, actor.device).requires_grad_(False)
-    return FsdpEngine(model, None, cut, device=actor.device, dtype=actor.dtype)
+        assert actor is not None, "under LoRA the reference shares the actor's ranks"
+        return _make_engine(actor.model, None, cut, compute, actor.sharding, without_adapters=True)
+    model = _load_base(config, compute.device).requires_grad_(False)
+    sharding = compute.shard(model, config.actor_rollout_ref.actor.strategy, ref.fsdp_config, "actor_rollout_ref.ref")
+    return _make_engine(model, None, cut, compute, sharding)
 
 
 def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
@@ -234,15 +371,16 @@ def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
     )
 
 
-def make_critic(config: RunConfig, device: torch.device, dtype: torch.dtype, steps: int) -> Critic:
+def make_critic(config: RunConfig, compute: Compute, steps: int) -> Critic:
     """Return the critic: a model with one value a token, and its optimizer."""
-    section, model = config.critic, load_critic(config, device)
+    section, model = config.critic, load_critic(config, compute.device)
+    sharding = compute.shard(model, section.strategy, section.fsdp_config, "critic")
     updates = num_updates(config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
-    cut = _update_cut(config, section)
-    optimizer = make_optimizer(model, section.optim, section.grad_clip, updates)
-    engine = FsdpEngine(model, optimizer, cut, device=device, dtype=dtype)
+    optimizer = make_optimizer(
+        model, section.optim, section.grad_clip, updates, sharding, offload=section.fsdp_config.optimizer_offload
+    )
     return Critic(
-        engine,
+        _make_engine(model, optimizer, _update_cut(config, section), compute, sharding),
         section,
         max_response_length=config.actor_rollout_ref.rollout.response_length,
         seed=config.trainer.seed,
@@ -250,7 +388,7 @@ def make_critic(config: RunConfig, device: torch.device, dtype: torch.dtype, ste
 
 
 def make_reward_model(
-    config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase, device: torch.device, dtype: torch.dtype
+    config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase, compute: Compute
 ) -> RewardModel:
     """Return the reward model of section `reward_model`.
 
@@ -259,7 +397,11 @@ def make_reward_model(
     """
     section = config.reward_model
     assert section.model.path is not None
-    model = load_reward_model(section.model.path, device=device, trust_remote_code=section.model.trust_remote_code)
+    model = load_reward_model(
+        section.model.path, device=compute.device, trust_remote_code=section.model.trust_remote_code
+    )
+    positions = max_positions(model.config)
+    sharding = compute.shard(model, config.actor_rollout_ref.actor.strategy, FsdpConfig(), "reward_model")
     cut = _micro_batching(
         config,
         by_tokens=section.micro_batch_size_per_gpu is None,
@@ -267,23 +409,43 @@ def make_reward_model(
         sequences=section.micro_batch_size_per_gpu,
     )
     return RewardModel(
-        FsdpEngine(model, None, cut, device=device, dtype=dtype),
+        _make_engine(model, None, cut, compute, sharding),
         _reward_tokenizer(config, policy_tokenizer),
         max_tokens=cut.max_tokens,
-        max_positions=max_positions(model.config),
+        max_positions=positions,
     )
 
 
-def make_actor_engine(
-    config: RunConfig, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, steps: int
-) -> FsdpEngine:
+def make_actor_engine(config: RunConfig, model: PreTrainedModel, compute: Compute, steps: int) -> FsdpEngine:
     """Return the engine that holds the policy and its optimizer."""
     actor = config.actor_rollout_ref.actor
+    sharding = compute.shard(model, actor.strategy, actor.fsdp_config, "actor_rollout_ref.actor")
     steps -= config.trainer.critic_warmup  # the policy rests while the critic warms up
     updates = num_updates(config, steps, actor.ppo_mini_batch_size, actor.ppo_epochs)
-    cut = _update_cut(config, actor)
-    optimizer = make_optimizer(model, actor.optim, actor.grad_clip, updates)
-    return FsdpEngine(model, optimizer, cut, device=device, dtype=dtype)
+    optimizer = make_optimizer(
+        model, actor.optim, actor.grad_clip, updates, sharding, offload=actor.fsdp_config.optimizer_offload
+    )
+    return _make_engine(model, optimizer, _update_cut(config, actor), compute, sharding)
+
+
+def _make_engine(
+    model: PreTrainedModel,
+    optimizer: ScheduledAdamW | None,
+    cut: MicroBatching,
+    compute: Compute,
+    sharding: "Sharding | None",
+    *,
+    without_adapters: bool = False,
+) -> FsdpEngine:
+    return FsdpEngine(
+        model,
+        optimizer,
+        cut,
+        device=compute.device,
+        dtype=compute.dtype,
+        sharding=sharding,
+        without_adapters=without_adapters,
+    )
 
 
 def _update_cut(config: RunConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
@@ -306,8 +468,19 @@ def num_updates(config: RunConfig, steps: int, mini_batch_size: int, epochs: int
     return steps * epochs * (config.data.train_batch_size // mini_batch_size)
 
 
-def make_optimizer(model: PreTrainedModel, optim: OptimConfig, grad_clip: float, run_updates: int) -> ScheduledAdamW:
-    """Return AdamW over the model's trainable parameters with the schedule laid out over `run_updates` optimizer steps."""
+def make_optimizer(
+    model: PreTrainedModel,
+    optim: OptimConfig,
+    grad_clip: float,
+    run_updates: int,
+    sharding: "Sharding | None" = None,
+    *,
+    offload: bool = False,
+) -> ScheduledAdamW:
+    """Return AdamW over the trainable parameters, or this rank's shards of them, scheduled over `run_updates` optimizer steps.
+
+    `offload` keeps its moments in CPU memory between updates.
+    """
     total = optim.total_training_steps if optim.total_training_steps > 0 else run_updates
     warmup = (
         optim.lr_warmup_steps
@@ -315,5 +488,12 @@ def make_optimizer(model: PreTrainedModel, optim: OptimConfig, grad_clip: float,
         else int(optim.lr_warmup_steps_ratio * total)
     )
     schedule = Schedule(optim.lr, warmup, total, optim.lr_scheduler_type, optim.min_lr_ratio)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return ScheduledAdamW(trained, schedule, optim.weight_decay, (optim.betas[0], optim.betas[1]), grad_clip)
+    named = model.named_parameters() if sharding is None else sharding.parameters().items()
+    trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+    betas = (optim.betas[0], optim.betas[1])
+    return ScheduledAdamW(trained, schedule, optim.weight_decay, betas, grad_clip)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch type of the config's `float32` or `bfloat16`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -13,7 +13,7 @@ from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.profiler.spans import SpanRecorder, Stage
 from pellucid.reward import Scorer
 from pellucid.reward.scorer import ScoreStats
-from pellucid.roles.reward_model import RewardModel
+from pellucid.roles.protocol import RewardRole
 from pellucid.types import Rollout
 
 StartStage = Callable[[Stage, int], Callable[[int], None]]
@@ -30,7 +30,7 @@ class Rewards:
 
     config: RewardConfig
     scorer: Scorer
-    model: RewardModel | None
+    model: RewardRole | None
     max_response_length: int
     spans: SpanRecorder = field(default_factory=SpanRecorder)
 

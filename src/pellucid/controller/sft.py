@@ -16,10 +16,9 @@ from pellucid.algo.aggregation import aggregation_weights
 from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import SftConfig
 from pellucid.console import console
-from pellucid.controller.build import torch_dtype
 from pellucid.controller.checkpointing import STATE_FILE, checkpoint_step, is_due
 from pellucid.controller.interrupt import StopRequested, stop_on_signals
-from pellucid.controller.make_roles import make_optimizer
+from pellucid.controller.make_roles import make_optimizer, torch_dtype
 from pellucid.data import PromptLoader
 from pellucid.data.prompts import encode_text, render, uses_template
 from pellucid.data.sources import load_rows

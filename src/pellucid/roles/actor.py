@@ -19,6 +19,7 @@ from pellucid.algo.correction import (
 from pellucid.algo.kl import kl_penalty
 from pellucid.algo.policy_loss import LossInputs, LossSettings, PolicyLoss
 from pellucid.config.schema.actor import ActorConfig
+from pellucid.roles.base import Role
 from pellucid.roles.mini_batches import mini_batches, on_rows, response_width, update_each
 from pellucid.training.common.heads import LogProbHead, ReferenceModel
 from pellucid.training.common.packing import sequences_of
@@ -44,11 +45,12 @@ class ActorSettings:
     known only inside the update."""
 
 
-class Actor:
+class Actor(Role):
     """The policy being trained: `engine` holds the model and the optimizer, `config` is `actor_rollout_ref.actor`."""
 
     def __init__(self, engine: TrainingEngine, config: ActorConfig, settings: ActorSettings) -> None:
-        self.engine, self._config, self._settings = engine, config, settings
+        super().__init__(engine)
+        self._config, self._settings = config, settings
         self._scale_factor = config.loss_scale_factor or float(settings.max_response_length)
         loss = config.policy_loss
         self._loss_settings = LossSettings(

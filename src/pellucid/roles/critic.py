@@ -8,6 +8,7 @@ import torch
 from pellucid.algo.aggregation import aggregation_weights
 from pellucid.algo.value_loss import explained_variance, value_loss
 from pellucid.config.schema.critic import CriticConfig
+from pellucid.roles.base import Role
 from pellucid.roles.mini_batches import mini_batches, on_rows, response_width, update_each
 from pellucid.training.common.heads import ValueHead
 from pellucid.training.common.packing import sequences_of
@@ -15,7 +16,7 @@ from pellucid.training.protocol import Progress, TokenScores, TrainingEngine
 from pellucid.types import Batch
 
 
-class Critic:
+class Critic(Role):
     """A model with a scalar head, trained to predict returns.
 
     Args:
@@ -26,7 +27,8 @@ class Critic:
     """
 
     def __init__(self, engine: TrainingEngine, config: CriticConfig, *, max_response_length: int, seed: int) -> None:
-        self.engine, self._config, self._seed = engine, config, seed
+        super().__init__(engine)
+        self._config, self._seed = config, seed
         self._scale_factor = float(max_response_length)
 
     def compute_values(self, batch: Batch, on_done: Progress | None = None) -> None:

@@ -6,13 +6,14 @@ Rollouts come from the controller; the score is the scalar head's value at the l
 from transformers import PreTrainedTokenizerBase
 
 from pellucid.errors import UserError
+from pellucid.roles.base import Role
 from pellucid.training.common.heads import ValueHead
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.protocol import Progress, TrainingEngine
 from pellucid.types import Rollout
 
 
-class RewardModel:
+class RewardModel(Role):
     """Scores responses with a model that was trained to judge them.
 
     Args:
@@ -31,7 +32,8 @@ class RewardModel:
         max_tokens: int | None = None,
         max_positions: int | None = None,
     ) -> None:
-        self.engine, self._tokenizer = engine, tokenizer
+        super().__init__(engine)
+        self._tokenizer = tokenizer
         self._max_tokens, self._max_positions = max_tokens, max_positions
 
     def score(self, rollouts: list[Rollout], on_done: Progress | None = None) -> list[float]:
@@ -51,7 +53,7 @@ class RewardModel:
     def _token_ids(self, rollout: Rollout) -> list[int]:
         prompt, tokenizer = rollout.prompt, self._tokenizer
         if tokenizer is None:
-            return prompt.token_ids + rollout.token_ids
+            return [*prompt.token_ids, *rollout.token_ids]
         if tokenizer.chat_template is None:
             return tokenizer(prompt.text + rollout.text).input_ids  # pyright: ignore[reportReturnType]
         assert prompt.messages is not None, "data.return_raw_chat keeps the messages"

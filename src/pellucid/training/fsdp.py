@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pellucid.training.common.balance import measure_balance, split_over_ranks
 from pellucid.training.common.lora import base_weights
 from pellucid.training.common.models import (
     load_weights,
@@ -31,7 +32,6 @@ from pellucid.training.common.packing import (
     pack,
     pad,
     split_micro_batches,
-    split_over_ranks,
 )
 from pellucid.training.protocol import (
     LossFunction,
@@ -71,10 +71,12 @@ class FsdpEngine:
         dtype: torch.dtype,
         sharding: "Sharding | None" = None,
         without_adapters: bool = False,
+        balance_ranks: bool = True,
     ) -> None:
         """Take over `model`, which `sharding` has wrapped if there is more than one rank.
 
-        `without_adapters` runs it as it was before LoRA changed it (the reference policy).
+        `without_adapters` runs it as it was before LoRA changed it (the reference policy). `balance_ranks` gives ranks
+        about as many tokens each, instead of as many sequences in batch order.
         """
         self.model, self.optimizer, self.micro_batching, self.device, self.dtype = (
             model,
@@ -84,7 +86,9 @@ class FsdpEngine:
             dtype,
         )
         self.sharding, self._without_adapters = sharding, without_adapters
+        self._balance_ranks = balance_ranks
         self.version, self.flops = 0, 0.0
+        self.in_hand: list[str] = []
         if sharding is None:
             self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
         else:
@@ -99,10 +103,12 @@ class FsdpEngine:
         results = _Results(sequences, self.device)
         self.model.eval()
         with torch.no_grad():
-            for rows, inputs in self._micro_batches(sequences):
+            for rows, inputs in self._micro_batches(sequences, self._shares(sequences)):
+                self.in_hand = [sequences[row].name for row in rows]
                 results.store(rows, inputs, self._run(inputs, head))
                 if on_done and rows:
                     on_done(len(rows))
+        self.in_hand = []
         if self.sharding is not None:
             self.sharding.reshard()
             results.add_up(self.sharding)
@@ -123,7 +129,9 @@ class FsdpEngine:
         self.model.train()
         self.optimizer.zero_grad()
         total_loss, failure = 0.0, None
-        for rows, inputs in self._micro_batches(sequences):
+        shares = self._shares(sequences)
+        for rows, inputs in self._micro_batches(sequences, shares):
+            self.in_hand = [sequences[row].name for row in rows]
             scores = self._run(inputs, head)
             if rows:
                 micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
@@ -141,6 +149,7 @@ class FsdpEngine:
             results.store(rows, inputs, scores)
             if on_done and rows:
                 on_done(len(rows))
+        self.in_hand = []
         if self.sharding is not None:
             total_loss = self._agree(total_loss, failure)
             results.add_up(self.sharding)
@@ -154,7 +163,9 @@ class FsdpEngine:
         # Forward and the gradient of activations go through every weight, the gradient of weights only to trained ones.
         self.flops += (4.0 * self._num_parameters + 2.0 * self._num_trainable) * results.scores.num_input_tokens
         self.version += 1
-        return UpdateResult(results.scores, total_loss, grad_norm, lr)
+        packed = self.micro_batching.packed
+        balance = measure_balance(sequences, shares, share_prompts=packed) if len(shares) > 1 else None
+        return UpdateResult(results.scores, total_loss, grad_norm, lr, balance)
 
     def _agree(self, loss: float, failure: NonFiniteError | None) -> float:
         """Return the loss of all ranks together.
@@ -252,14 +263,24 @@ class FsdpEngine:
             self.optimizer.num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
             checkpoint.shard_optimizer_tensors(self.sharding, self.optimizer, tensors)
 
-    def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[tuple[list[int], ModelInput]]:
+    def _shares(self, sequences: list[TokenSequence]) -> list[list[int]]:
+        """Return the rows that each rank runs; every rank finds the same."""
+        if self.sharding is None:
+            return [list(range(len(sequences)))]
+        packed = self.micro_batching.packed
+        return split_over_ranks(
+            sequences, self.sharding.num_ranks, share_prompts=packed, balance=self._balance_ranks
+        )
+
+    def _micro_batches(
+        self, sequences: list[TokenSequence], shares: list[list[int]]
+    ) -> Iterator[tuple[list[int], ModelInput]]:
         """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without rows."""
         if self.sharding is None:
-            for rows in self._split(sequences, list(range(len(sequences)))):
+            for rows in self._split(sequences, shares[0]):
                 yield rows, self._input([sequences[row] for row in rows])
             return
-        ranks, packed = self.sharding.num_ranks, self.micro_batching.packed
-        mine = split_over_ranks(sequences, ranks, share_prompts=packed)[self.sharding.rank]
+        mine = shares[self.sharding.rank]
         micro_batches = self._split(sequences, mine)
         missing = self.sharding.largest(len(micro_batches)) - len(micro_batches)  # before the first pass, on every rank
         for rows in micro_batches:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.packing import ModelInput, TokenSequence
 
 Progress = Callable[[int], None]
@@ -23,6 +24,9 @@ class NonFiniteError(RuntimeError):
     def __init__(self, quantity: str, value: float, rows: list[int]) -> None:
         super().__init__(f"{quantity} is {value} at samples {rows[:8]}{'…' if len(rows) > 8 else ''}")
         self.quantity, self.value, self.rows = quantity, value, rows
+
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[str, float, list[int]]]:
+        return NonFiniteError, (self.quantity, self.value, self.rows)
 
 
 @dataclass(slots=True)
@@ -74,6 +78,8 @@ class UpdateResult:
     loss: float
     grad_norm: float
     lr: float
+    balance: RankBalance | None = None
+    """How even the mini-batch's tokens were over the ranks; None with one rank."""
 
 
 class TrainingEngine(Protocol):
@@ -83,6 +89,9 @@ class TrainingEngine(Protocol):
     """Number of optimizer steps that made the current weights: the policy version stamped on tokens."""
     flops: float
     """Model arithmetic done so far: 6 × parameters × tokens of training passes (4 × where frozen), 2 × of forward-only ones."""
+
+    in_hand: list[str]
+    """Names of the samples in the micro-batch that is being run."""
 
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
@@ -108,6 +117,14 @@ class TrainingEngine(Protocol):
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Write the asked-for parts (`model`, `optimizer`) into `folder`."""
+        ...
+
+    def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
+        """Save the state of this moment in the background; returns a function that waits until all of it is written."""
+        ...
+
+    def save_hf(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """Write a folder that transformers loads, adapters merged in."""
         ...
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:

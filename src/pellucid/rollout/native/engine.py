@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from pellucid import seeding
 from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
+from pellucid.rollout.native.gathered import GatheredPolicy, SampledPolicy
 from pellucid.rollout.native.packed_linear import packed_linears, packing_pays
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.protocol import Progress, SamplingParams
 from pellucid.training.common.models import decode, output_head
-from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import Prompt, Rollout
 
 
@@ -37,10 +37,10 @@ class _Row:
 
 
 class NativeRolloutEngine:
-    """Samples from `actor`'s model in process: nothing is copied, so the policy cannot be stale. See `RolloutEngine`.
+    """Samples from `policy` in process; in one process nothing is copied, so it cannot be stale. See `RolloutEngine`.
 
     Args:
-        actor: the training engine whose weights are sampled from.
+        policy: the training engine whose weights are sampled from, or a copy of them where they are sharded.
         tokenizer: decodes responses and finds stop strings.
         eos_token_ids: ids that end a response.
         max_num_seqs: rows decoded at a time.
@@ -50,7 +50,7 @@ class NativeRolloutEngine:
 
     def __init__(
         self,
-        actor: FsdpEngine,
+        policy: SampledPolicy,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: list[int],
         *,
@@ -58,13 +58,16 @@ class NativeRolloutEngine:
         max_num_batched_tokens: int,
         seed: int,
     ) -> None:
-        self.actor, self._tokenizer, self._eos = actor, tokenizer, frozenset(eos_token_ids)
-        self.dtype = actor.dtype
+        self.policy, self._tokenizer, self._eos = policy, tokenizer, frozenset(eos_token_ids)
+        self.dtype = policy.dtype
         """What keys and values are stored in; the mismatch laboratory sets another than the trainer's."""
+        self._active: _Generation | None = None
         self._max_num_seqs, self._max_prefill_tokens, self._seed = max_num_seqs, max_num_batched_tokens, seed
 
     def sync_weights(self) -> None:
-        """Nothing to do: the engine reads the actor's own weights."""
+        """Gather the weights of all ranks into the copy; in one process the engine reads the actor's own."""
+        if isinstance(self.policy, GatheredPolicy):
+            self.policy.sync()
 
     @torch.inference_mode()
     def generate(
@@ -76,13 +79,14 @@ class NativeRolloutEngine:
         on_done: Progress | None = None,
     ) -> list[Rollout]:
         """See `RolloutEngine.generate`."""
-        run = _Generation(self, prompts, params, stream)
+        self._active = run = _Generation(self, prompts, params, stream)
         rows = min(self._max_num_seqs, len(prompts) * params.n)
-        self.actor.model.eval()
+        self.policy.model.eval()
         with ExitStack() as stack:
-            stack.enter_context(self.actor.autocast())
-            if packing_pays(self.actor.device, self.dtype):
-                stack.enter_context(packed_linears(self.actor.model, rows))
+            stack.callback(self._forget)
+            stack.enter_context(self.policy.autocast())
+            if packing_pays(self.policy.device, self.dtype):
+                stack.enter_context(packed_linears(self.policy.model, rows))
             while run.unfinished:
                 run.admit()
                 finished = run.release()
@@ -93,6 +97,15 @@ class NativeRolloutEngine:
                     on_done(finished)
         return run.rollouts
 
+    def _forget(self) -> None:
+        self._active = None
+
+    @property
+    def in_hand(self) -> list[str]:
+        """The samples that are being decoded at this moment."""
+        rows = [] if self._active is None else self._active.rows
+        return [f"{row.prompt.uid} sample {row.sample}" for row in rows]
+
 
 class _Generation:
     """The state of one `generate` call."""
@@ -101,8 +114,8 @@ class _Generation:
         self, engine: NativeRolloutEngine, prompts: list[Prompt], params: SamplingParams, stream: tuple[str | int, ...]
     ) -> None:
         self._engine, self._params, self._stream = engine, params, stream
-        actor = engine.actor
-        self._model, self._device, self._version = actor.model, actor.device, actor.version
+        policy = engine.policy
+        self._model, self._device, self._version = policy.model, policy.device, policy.version
         config = self._model.config.get_text_config()
         heads = config.num_attention_heads
         fields = config.to_dict()

@@ -69,11 +69,11 @@ class MismatchedEngine:
     """
 
     def __init__(self, native: NativeRolloutEngine, settings: MismatchSettings, seed: int) -> None:
-        self._settings, self._seed, self._actor = settings, seed, native.actor
-        if settings.dtype == "int8" and not _linear_weights(native.actor.model):
+        self._settings, self._seed, self._actor = settings, seed, native.policy
+        if settings.dtype == "int8" and not _linear_weights(native.policy.model):
             raise UserError(
                 "actor_rollout_ref.rollout.simulate_mismatch.dtype",
-                f"{type(native.actor.model).__name__} has no linear layers whose weights int8 could round.",
+                f"{type(native.policy.model).__name__} has no linear layers whose weights int8 could round.",
                 "Use bfloat16, or noise.",
             )
         self._native = copy.copy(native)

@@ -4,6 +4,7 @@ Sequences of a group lie side by side and share their prompt: it is in the pack 
 The engine feeds `ModelInput` to the model and scatters per-token results back to [B, T] with `scatter`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,12 @@ MAX_LENGTH_SPREAD = 1.34
 class TokenSequence:
     """A prompt and the response to be scored or trained on."""
 
-    prompt_ids: list[int]
-    response_ids: list[int]
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
     group: int
     """Sequences with the same group have the same prompt, which is then computed once."""
+    name: str = ""
+    """Which sample it is, for people."""
 
 
 @dataclass(slots=True)
@@ -54,29 +57,14 @@ def sequences_of(rollouts: list[Rollout]) -> list[TokenSequence]:
     """Return the engine's view of `rollouts`; groups are the distinct prompts."""
     group_of: dict[str, int] = {}
     return [
-        TokenSequence(r.prompt.token_ids, r.token_ids, group_of.setdefault(r.prompt.uid, len(group_of)))
+        TokenSequence(
+            r.prompt.token_ids,
+            r.token_ids,
+            group_of.setdefault(r.prompt.uid, len(group_of)),
+            f"{r.prompt.uid} sample {r.sample}",
+        )
         for r in rollouts
     ]
-
-
-def split_over_ranks(sequences: list[TokenSequence], num_ranks: int, *, share_prompts: bool) -> list[list[int]]:
-    """Return the rows that each rank runs: about as many tokens each, and no more than one group divided at each cut.
-
-    A rank may get no rows, when there are fewer sequences than ranks or one is much longer than the others.
-    """
-    order = sorted(range(len(sequences)), key=lambda row: sequences[row].group)
-    costs, last_group = [], -1
-    for row in order:
-        shared = share_prompts and sequences[row].group == last_group
-        costs.append(1 + _num_tokens(sequences[row], with_prompt=not shared))
-        last_group = sequences[row].group
-    total, before = sum(costs), 0
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    for row, cost in zip(order, costs):
-        # The rank in whose part of all tokens the middle of this sequence lies.
-        shares[(2 * before + cost) * num_ranks // (2 * total)].append(row)
-        before += cost
-    return shares
 
 
 def split_micro_batches(
@@ -101,10 +89,10 @@ def split_micro_batches(
     tokens, last_group = 0, -1
     for row in order:
         sequence = sequences[row]
-        alone = _num_tokens(sequence, with_prompt=True)
+        alone = num_input_tokens(sequence, with_prompt=True)
         if max_tokens is not None and alone > max_tokens:
             raise ValueError(f"a sequence of {alone} tokens is over the micro-batch budget of {max_tokens} tokens")
-        cost = _num_tokens(sequence, with_prompt=not (share_prompts and sequence.group == last_group))
+        cost = num_input_tokens(sequence, with_prompt=not (share_prompts and sequence.group == last_group))
         full = (
             not batches
             or (max_tokens is not None and tokens + cost > max_tokens)
@@ -118,8 +106,8 @@ def split_micro_batches(
     return batches
 
 
-def _num_tokens(sequence: TokenSequence, *, with_prompt: bool) -> int:
-    # The last response token predicts nothing, so it is never fed to the model.
+def num_input_tokens(sequence: TokenSequence, *, with_prompt: bool) -> int:
+    """Return how many tokens of `sequence` the model is fed: the last response token predicts nothing, so it never is."""
     return max(len(sequence.response_ids) - 1, 0) + (len(sequence.prompt_ids) if with_prompt else 0)
 
 
@@ -172,7 +160,7 @@ def pack(sequences: list[TokenSequence], device: torch.device, *, share_prompts:
 
 def pad(sequences: list[TokenSequence], device: torch.device) -> ModelInput:
     """Lay `sequences` out as right-padded rows [B, L]: what packing replaces, kept as its reference."""
-    rows = [s.prompt_ids + s.response_ids[:-1] for s in sequences]
+    rows = [[*s.prompt_ids, *s.response_ids[:-1]] for s in sequences]
     length = max(map(len, rows))
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
     positions = torch.arange(length, device=device).expand(len(rows), -1)

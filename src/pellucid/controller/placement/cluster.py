@@ -1,0 +1,197 @@
+"""The Ray cluster of a run: started on this machine or joined, checked for room, and cut into pools of ranks.
+
+`ray.py` asks it for the actors of each pool; whatever is missing is said before a process starts.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pellucid import devices
+from pellucid.config import RunConfig
+from pellucid.controller.make_roles import RoleName, needed_roles
+from pellucid.errors import UserError
+
+POLICY = "policy"
+"""The pool that holds the actor, the rollout engine, and every role without a pool of its own."""
+ANSWER_S, RESERVE_S = 5.0, 30.0
+_RESOURCE = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+_WORDS = {"cpu": "CPU cores", "cuda": "GPUs", "npu": "NPUs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Ranks that form one process group."""
+
+    name: str
+    roles: tuple[RoleName, ...]
+    num_ranks: int
+    ranks_per_node: int
+    """Ranks that must be on one machine together."""
+
+    @property
+    def num_bundles(self) -> int:
+        """Parts of the pool that each fit on one machine."""
+        return self.num_ranks // self.ranks_per_node
+
+
+def plan_pools(config: RunConfig) -> list[Pool]:
+    """Return the run's pools: the policy's, and one for each role with ranks of its own."""
+    own, trainer, needed = config.trainer.resource_pools, config.trainer, needed_roles(config)
+    shared = tuple(role for role in needed if role not in own)
+    pools = [Pool(POLICY, shared, config.num_ranks, trainer.n_gpus_per_node)]
+    return pools + [Pool(role, (role,), own[role], 1) for role in needed if role in own]
+
+
+class Cluster:
+    """A connection to Ray, ended by `close`; a cluster that was started for the run ends with it."""
+
+    def __init__(self, config: RunConfig, pools: list[Pool]) -> None:
+        """Start or join a cluster, and reserve a place for every rank.
+
+        Raises:
+            UserError: no cluster answers at the address, or it has not enough machines or devices.
+        """
+        self._field = "trainer.n_gpus_per_node"
+        address = config.trainer.ray_address
+        self.is_local = address is None
+        self._owned = not ray.is_initialized()
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # how Ray is told not to phone home
+        if address is None:
+            kind = devices.choose_device(config.trainer.device).type
+            _check_machine(kind, pools)
+            self._connect(address="local", num_cpus=_num_cores(), include_dashboard=False, _node_ip_address="127.0.0.1")
+        else:
+            _check_reachable(address)
+            self._connect(address=address)
+            kind = config.trainer.device if config.trainer.device != "auto" else _best_device()
+        self.device = kind
+        self._groups: dict[str, PlacementGroup] = {}
+        try:
+            _check_nodes(kind, pools)
+            for pool in pools:
+                self._groups[pool.name] = self._reserve(pool)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, **options: Any) -> None:
+        if self._owned:
+            ray.init(log_to_driver=False, logging_level="error", configure_logging=False, **options)
+
+    def _reserve(self, pool: Pool) -> PlacementGroup:
+        bundle = {"CPU": float(pool.ranks_per_node)}
+        if self.device != "cpu":
+            bundle[_RESOURCE[self.device]] = float(pool.ranks_per_node)
+        apart = pool.num_bundles > 1 and pool.ranks_per_node > 1
+        group = placement_group([bundle] * pool.num_bundles, strategy="STRICT_SPREAD" if apart else "PACK")
+        try:
+            ray.get(group.ready(), timeout=RESERVE_S)
+        except GetTimeoutError as error:
+            remove_placement_group(group)
+            free = ray.available_resources()
+            unit = _RESOURCE[self.device]
+            raise UserError(
+                "trainer.ray_address",
+                f"the cluster is busy: {pool.num_ranks} {_WORDS[self.device]} for the {pool.name} pool were not free within "
+                f"{RESERVE_S:.0f} s; free now: {free.get(unit, 0):g} {_WORDS[self.device]} in all, {free.get('CPU', 0):g} CPU cores.",
+                "Wait for other jobs to end (`ray status` shows them), or ask for fewer ranks.",
+            ) from error
+        return group
+
+    def options(self, pool: Pool, rank: int) -> dict[str, Any]:
+        """Return the Ray options of an actor that is this rank."""
+        strategy = PlacementGroupSchedulingStrategy(
+            self._groups[pool.name], placement_group_bundle_index=rank // pool.ranks_per_node
+        )
+        options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": strategy, "max_restarts": 0}
+        if self.device == "cuda":
+            options["num_gpus"] = 1
+        elif self.device == "npu":
+            options["resources"] = {"NPU": 1}
+        return options
+
+    def close(self) -> None:
+        """Give the places back and leave; a cluster that was started here ends."""
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups = {}
+        if self._owned:
+            ray.shutdown()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _check_machine(kind: str, pools: list[Pool]) -> None:
+    """Check that this machine has a device for each rank."""
+    there, wanted = _num_cores() if kind == "cpu" else devices.count(kind), sum(pool.num_ranks for pool in pools)
+    if wanted > there:
+        how = " + ".join(f"{pool.num_ranks} ({pool.name})" for pool in pools)
+        raise UserError(
+            "trainer.n_gpus_per_node",
+            f"{how if len(pools) > 1 else wanted} ranks, and this machine has {there} {_WORDS[kind]}: each rank needs one of its own.",
+            f"Ask for at most {there} ranks in all, or join a larger cluster (trainer.ray_address).",
+        )
+
+
+def _check_nodes(kind: str, pools: list[Pool]) -> None:
+    """Check that the cluster's machines are large and many enough; whether they are free shows when they are reserved."""
+    unit, policy = _RESOURCE[kind], pools[0]
+    sizes = sorted(
+        ((int(node["Resources"].get(unit, 0)), node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]),
+        reverse=True,
+    )
+    fitting = [name for size, name in sizes if size >= policy.ranks_per_node]
+    found = ", ".join(f"{name}: {size}" for size, name in sizes)
+    if len(fitting) < policy.num_bundles:
+        raise UserError(
+            "trainer.nnodes" if fitting else "trainer.n_gpus_per_node",
+            f"{policy.num_bundles} machines with {policy.ranks_per_node} {_WORDS[kind]} each are needed, and "
+            f"{len(fitting)} of the cluster's {len(sizes)} have as many ({found}).",
+            "Add machines (`ray start --address=…` on each), or lower trainer.nnodes or trainer.n_gpus_per_node.",
+        )
+    there, wanted = sum(size for size, _ in sizes), sum(pool.num_ranks for pool in pools)
+    if wanted > there:
+        raise UserError(
+            "trainer.resource_pools",
+            f"{' + '.join(f'{pool.num_ranks} ({pool.name})' for pool in pools)} = {wanted} ranks, and the cluster has "
+            f"{there} {_WORDS[kind]} ({found}).",
+            "Give fewer roles ranks of their own, or add machines.",
+        )
+
+
+def _best_device() -> str:
+    there = ray.cluster_resources()
+    return next((kind for kind in ("cuda", "npu") if there.get(_RESOURCE[kind], 0)), "cpu")
+
+
+def _check_reachable(address: str) -> None:
+    """Check that something listens at `host:port` before Ray spends a minute on finding out."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(
+            "trainer.ray_address",
+            f"'{address}' is no address.",
+            "Write host:port (Ray's own port is 6379), or auto for the cluster that this machine belongs to.",
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise UserError(
+            "trainer.ray_address",
+            f"no Ray cluster answers at {address} ({error}).",
+            "Start one with `ray start --head` on that machine, check the address and the firewall, or set the key to null "
+            "to start one here.",
+        ) from error
+
+

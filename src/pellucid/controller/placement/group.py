@@ -1,0 +1,231 @@
+"""A pool of ranks as one object: the same call goes to every rank, and the first thing that goes wrong ends the wait.
+
+The proxies in `proxies.py` call it from the loop. While ranks work, the controller asks them how far they are, which feeds the
+progress bar and the watchdog.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from pellucid.controller.make_roles import RoleName
+from pellucid.controller.placement.failures import RankDiedError, RankFailedError, RankRaisedError, RankStalledError
+from pellucid.controller.placement.wire import SharedTensors
+from pellucid.controller.placement.worker import Outcome, Progress
+from pellucid.errors import UserError
+from pellucid.training.protocol import NonFiniteError
+
+POLL_S, RANKS_POLLED_A_SECOND = 0.5, 100
+"""How often ranks are asked for their progress: at most twice a second, and seldomer where there are many of them."""
+ANSWER_S = 5.0
+"""How long the other ranks may take to follow when one has raised, or to answer a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank as the controller sees it."""
+
+    name: str
+    """`policy rank 1`."""
+    handle: Any
+    """The Ray actor."""
+    log: Path
+
+
+class WorkerGroup:
+    """The ranks of one pool, in order.
+
+    Args:
+        members: the ranks.
+        shared: what lies in shared memory.
+        stall_timeout_s: seconds without progress of any rank after which a call fails; None waits for ever.
+        heartbeat: called at each look at the ranks: the controller itself is not stuck while it waits for them.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        shared: SharedTensors,
+        stall_timeout_s: float | None,
+        heartbeat: Callable[[], None],
+    ) -> None:
+        self.members, self.shared = list(members), shared
+        self._stall_timeout_s, self._heartbeat = stall_timeout_s, heartbeat
+        self._poll_s = max(POLL_S, len(members) / RANKS_POLLED_A_SECOND)
+        self._places: list[tuple[str, int]] = []
+        """Host and process id of each rank."""
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def run(
+        self,
+        role: RoleName,
+        method: str,
+        *arguments: Any,
+        on_done: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> list[Outcome]:
+        """Run a role's method on every rank, and return what each gave.
+
+        Args:
+            role: whose method.
+            method: its name.
+            arguments: the same for every rank; a large one is put into shared memory once by the caller.
+            on_done: called with the number of samples just finished, of all ranks together.
+            options: keyword arguments of the method.
+
+        Raises:
+            UserError: as the method raised it; so are `NonFiniteError` and `OSError`.
+            RankFailedError: a rank raised something else, died or stalled; the others are ended too.
+        """
+        if on_done is not None:
+            options["counts_samples"] = True
+        calls = [member.handle.run.remote(role, method, arguments, options) for member in self.members]
+        return self._wait(f"{role}.{method}", calls, on_done)
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the rank itself, such as `make_roles`, and return the answers in order."""
+        calls = [getattr(member.handle, method).remote(*arguments) for member in self.members]
+        return self._wait(method, calls, None)
+
+    def locate(self) -> list[tuple[str, int]]:
+        """Return an address and a free port of each rank's machine, once all their processes are up."""
+        answers = self.ask("where")
+        self._places = [(host, pid) for host, _, _, pid in answers]
+        return [(address, port) for _, address, port, _ in answers]
+
+    def wait_for_save(self) -> None:
+        """Wait until what `start_saving` began is on disk; unlike the other methods it may be called beside a running one."""
+        calls = [member.handle.wait_for_save.remote() for member in self.members]
+        try:
+            ray.get(calls)
+        except (RayActorError, RayTaskError):
+            self._raise_first(calls)
+
+    def _wait(self, what: str, calls: list[Any], on_done: Callable[[int], None] | None) -> list[Any]:
+        """Return all results; a rank that fails or stalls ends the wait for the others."""
+        results: dict[Any, Any] = {}
+        seen: list[Progress | None] = []
+        moved_at = time.monotonic()
+        while len(results) < len(calls):
+            pending = [call for call in calls if call not in results]
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=self._poll_s, fetch_local=False)
+            self._heartbeat()
+            try:
+                results |= dict(zip(ready, ray.get(ready)))
+            except (RayActorError, RayTaskError):
+                self._raise_first(calls)
+            if not pending:
+                break
+            progress = self._progress()
+            if on_done is not None and (more := _total(progress) - _total(seen)) > 0:
+                on_done(more)
+            if ready or _where_they_are(progress) != _where_they_are(seen):
+                moved_at = time.monotonic()
+            seen = progress
+            waited_s = time.monotonic() - moved_at
+            if self._stall_timeout_s is not None and waited_s > self._stall_timeout_s:
+                self._raise_stalled(what, waited_s, progress, [call in results for call in calls])
+        return [results[call] for call in calls]
+
+    def _raise_first(self, calls: list[Any]) -> NoReturn:
+        """Raise what explains a failed call best: a death before a mistake, and that before what followed from either.
+
+        Where every rank made the same mistake, they are fit for further calls; else they are ended.
+        """
+        ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S, fetch_local=False)
+        errors: list[tuple[int, BaseException]] = []
+        agreed = 0
+        for member, call in zip(self.members, calls):
+            try:
+                ray.get(call, timeout=0)
+            except GetTimeoutError:
+                continue  # waits for the one that failed
+            except RayActorError:
+                errors.append((0, RankDiedError(member.name, "the process died", member.log)))
+            except RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, UserError | NonFiniteError | OSError):
+                    errors.append((1, cause))
+                    agreed += 1
+                else:
+                    what = f"{type(cause).__name__}: {cause}"
+                    errors.append((2, RankRaisedError(member.name, what, member.log)))
+        if agreed < len(calls):
+            self.kill()
+        raise min(errors, key=lambda error: error[0])[1]
+
+    def _progress(self) -> list[Progress | None]:
+        """Return how far each rank is; None where one does not answer in time."""
+        questions = [member.handle.progress.remote() for member in self.members]
+        ray.wait(questions, num_returns=len(questions), timeout=ANSWER_S)
+        answers: list[Progress | None] = []
+        for question in questions:
+            try:
+                answers.append(ray.get(question, timeout=0))
+            except (GetTimeoutError, RayActorError):  # a death shows in the call itself
+                answers.append(None)
+        return answers
+
+    def _raise_stalled(
+        self, what: str, waited_s: float, progress: list[Progress | None], finished: list[bool]
+    ) -> NoReturn:
+        """Raise the stall of the rank that the others wait for; stacks of all ranks go to their logs."""
+        silent = [index for index, answer in enumerate(progress) if answer is None]
+        for index in silent:
+            self._signal(index, signal.SIGUSR1)  # faulthandler prints its stacks
+        for member, answer in zip(self.members, progress):
+            if answer is not None:
+                with member.log.open("a") as log:
+                    log.write(f"stalled in {what}; working on {answer.in_hand}\n{answer.stack}\n")
+        busy = [i for i, answer in enumerate(progress) if answer is not None and not answer.waits and not finished[i]]
+        culprit = (silent or busy or [finished.index(False)])[0]
+        at = progress[culprit]
+        if at is None:
+            doing = "it does not answer"
+        else:
+            sample = f", sample {at.in_hand[0]}" if at.in_hand else ""
+            doing = f"after {at.num_done} samples{sample}; it is at\n{at.stack}"
+        time.sleep(0.2)  # for the stacks to reach the log
+        self.kill()
+        member = self.members[culprit]
+        raise RankStalledError(member.name, f"no progress in {what} for {waited_s:.0f} s: {doing}", member.log)
+
+    def _signal(self, index: int, number: signal.Signals) -> None:
+        """Send a signal to a rank on this machine."""
+        if self._places and self._places[index][0] == socket.gethostname():
+            try:
+                os.kill(self._places[index][1], number)
+            except ProcessLookupError:
+                return
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for index, member in enumerate(self.members):
+            ray.kill(member.handle)
+            self._signal(index, signal.SIGKILL)  # a stopped process obeys nothing else
+
+    def close(self) -> None:
+        """Let the ranks leave their process group and end them."""
+        try:
+            self.ask("leave")
+        except RankFailedError:
+            return  # the run has reported it
+        self.kill()
+
+
+def _total(progress: list[Progress | None]) -> int:
+    return sum(answer.num_done for answer in progress if answer is not None)
+
+
+def _where_they_are(progress: list[Progress | None]) -> list[tuple[int, list[str]] | None]:
+    return [None if answer is None else (answer.num_done, answer.in_hand) for answer in progress]

@@ -1,0 +1,30 @@
+"""From a config to placed roles. The Ray placement is imported only by runs that ask for it."""
+
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from pellucid.algo.policy_loss import PolicyLoss
+from pellucid.config import RunConfig
+from pellucid.controller.placement.local import LocalPlacement, Placement
+from pellucid.rundir import RunDir
+
+
+def place_roles(
+    config: RunConfig,
+    run_dir: RunDir,
+    tokenizer: PreTrainedTokenizerBase,
+    policy_loss: PolicyLoss,
+    total_steps: int,
+    heartbeat: Callable[[], None],
+) -> Placement:
+    """Return the run's roles, their models loaded; `close` ends the processes they run in.
+
+    Raises:
+        UserError: a model does not fit its role, or there is no place for so many ranks.
+    """
+    if config.trainer.placement == "local":
+        return LocalPlacement(config, tokenizer, policy_loss, total_steps)
+    from pellucid.controller.placement.ray import RayPlacement
+
+    return RayPlacement(config, run_dir, total_steps, heartbeat)

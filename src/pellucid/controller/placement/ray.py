@@ -1,0 +1,146 @@
+"""The Ray placement: pools of ranks, each a process group, and proxies of the roles that live on them."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import ray
+
+from pellucid.config import RunConfig
+from pellucid.console import console
+from pellucid.controller.make_roles import Roles
+from pellucid.controller.placement.cluster import Cluster, Pool, plan_pools
+from pellucid.controller.placement.group import Member, WorkerGroup
+from pellucid.controller.placement.proxies import (
+    RemoteActor,
+    RemoteCritic,
+    RemoteReference,
+    RemoteRewardModel,
+    RemoteRole,
+    RemoteRolloutEngine,
+)
+from pellucid.controller.placement.wire import SharedTensors
+from pellucid.controller.placement.worker import RankSpec, RankWorker
+from pellucid.errors import UserError
+from pellucid.rundir import RunDir
+
+Proxy = TypeVar("Proxy", bound=RemoteRole)
+
+
+class RayPlacement:
+    """See `Placement`."""
+
+    def __init__(self, config: RunConfig, run_dir: RunDir, total_steps: int, heartbeat: Callable[[], None]) -> None:
+        """Start the processes of all ranks and let them load their models.
+
+        Raises:
+            UserError: there is no room for so many ranks, or a model does not fit its role.
+            RankFailedError: a process died while it started.
+        """
+        self._config, self._run_dir, self._total_steps = config, run_dir, total_steps
+        pools = plan_pools(config)
+        self._meeting = Path(tempfile.mkdtemp(prefix="pellucid-"))
+        self._cluster = Cluster(config, pools)
+        self._groups: dict[str, WorkerGroup] = {}
+        shared = SharedTensors(ray)
+        try:
+            for pool in pools:
+                self._groups[pool.name] = self._start(pool, shared, heartbeat)
+            # All pools start at once; only then is each waited for.
+            for pool in pools:
+                self._meet(pool)
+            for group in self._groups.values():
+                group.ask("make_roles")
+        except BaseException:
+            self.close()
+            raise
+        self.roles = self._proxies(pools)
+        self.num_ranks = sum(pool.num_ranks for pool in pools)
+        self.device = f"{self._cluster.device}, {self.num_ranks} ranks"
+        self._peak_flops: float | None = None
+
+    def _start(self, pool: Pool, shared: SharedTensors, heartbeat: Callable[[], None]) -> WorkerGroup:
+        """Start the pool's processes; each writes into a log of its own."""
+        config = self._config
+        path = [str(Path(place).absolute()) for place in sys.path if place]
+        per_machine = pool.ranks_per_node if config.trainer.nnodes > 1 else sum(p.num_ranks for p in plan_pools(config))
+        members = []
+        for rank in range(pool.num_ranks):
+            spec = RankSpec(
+                pool=pool.name,
+                rank=rank,
+                num_ranks=pool.num_ranks,
+                ranks_on_machine=per_machine,
+                run_dir=self._run_dir.path.absolute(),
+                working_dir=Path.cwd(),
+                python_path=path,
+                config=config,
+                roles=pool.roles,
+                total_steps=self._total_steps,
+                device=self._cluster.device,
+            )
+            options = self._cluster.options(pool, rank)
+            actor = ray.remote(concurrency_groups={"control": 1, "saving": 1})(RankWorker).options(**options)
+            members.append(Member(spec.name, actor.remote(spec), spec.log))
+        console.print(
+            f"starting {pool.num_ranks} rank{'s' * (pool.num_ranks > 1)} for {', '.join(pool.roles)} "
+            f"(logs: {self._run_dir.path / 'logs'})",
+            markup=False,
+        )
+        return WorkerGroup(members, shared, config.trainer.stall_timeout_s, heartbeat)
+
+    def _meet(self, pool: Pool) -> None:
+        """Let the pool's ranks find each other: over a file on one machine, over a port of the first where there are several."""
+        group = self._groups[pool.name]
+        places = group.locate()
+        if len({address for address, _ in places}) == 1:
+            point = f"file://{self._meeting / pool.name}"
+        else:
+            address, free_port = places[0]
+            point = f"tcp://{address}:{self._config.trainer.rendezvous_port or free_port}"
+        try:
+            group.ask("join", point)
+        except OSError as error:
+            raise UserError(
+                "trainer.rendezvous_port",
+                f"the ranks cannot meet at {point} ({error}).",
+                "Name a port that is free on the first machine and open between the machines, or null to let one be picked.",
+            ) from error
+
+    def _proxies(self, pools: list[Pool]) -> Roles:
+        group_of = {role: self._groups[pool.name] for pool in pools for role in pool.roles}
+
+        def proxy(kind: type[Proxy]) -> Proxy | None:
+            return kind(group_of[kind.name]) if kind.name in group_of else None
+
+        return Roles(
+            actor=proxy(RemoteActor),
+            rollout=RemoteRolloutEngine(group_of["rollout"]),
+            reference=proxy(RemoteReference),
+            critic=proxy(RemoteCritic),
+            reward_model=proxy(RemoteRewardModel),
+        )
+
+    def peak_flops(self) -> float:
+        """See `Placement`."""
+        if self._peak_flops is None:
+            self._peak_flops = sum(sum(group.ask("peak_flops")) for group in self._groups.values())
+        return self._peak_flops
+
+    def memory_gb(self) -> dict[str, float]:
+        """See `Placement`."""
+        answers = [answer for group in self._groups.values() for answer in group.ask("memory_gb")]
+        names = answers[0].keys()
+        largest = {name: max(answer[name] for answer in answers) for name in names}
+        return largest | {"perf/cpu_memory_used_gb": sum(answer["perf/cpu_memory_used_gb"] for answer in answers)}
+
+    def close(self) -> None:
+        """See `Placement`."""
+        for group in self._groups.values():
+            group.close()
+        self._groups = {}
+        self._cluster.close()
+        shutil.rmtree(self._meeting, ignore_errors=True)

@@ -1,0 +1,248 @@
+"""One rank: a process that holds its shards of the roles' models and runs the roles' methods when the controller says so.
+
+Calls come from `WorkerGroup`. Every rank of a pool gets the same call with the same batch, runs its share of it, and agrees with
+the others by collectives; rank 0 sends the results back.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from pellucid import devices
+from pellucid.config import RunConfig
+from pellucid.controller.make_roles import (
+    Compute,
+    RoleName,
+    Roles,
+    choose_policy_loss,
+    make_roles,
+    run_tokenizer,
+    torch_dtype,
+)
+from pellucid.controller.placement.wire import PackedRollouts, SampledRollouts, SharedBatch, open_batch
+from pellucid.profiler.spans import SpanRecorder
+from pellucid.training.sharding import join_ranks, leave_ranks
+from pellucid.types import Batch, Prompt
+
+log = logging.getLogger("pellucid.rank")
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What makes a process the rank that it is."""
+
+    pool: str
+    rank: int
+    num_ranks: int
+    ranks_on_machine: int
+    """Ranks of all pools that share this machine's cores."""
+    run_dir: Path
+    """Absolute; every machine sees it."""
+    working_dir: Path
+    """The controller's: relative paths of the config start there."""
+    python_path: list[str]
+    config: RunConfig
+    roles: tuple[RoleName, ...]
+    total_steps: int
+    device: str
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return f"{self.pool} rank {self.rank}"
+
+    @property
+    def log(self) -> Path:
+        """The file its output goes to."""
+        return self.run_dir / "logs" / f"{self.pool}_rank_{self.rank}.log"
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a rank is in the call that it runs."""
+
+    num_done: int = 0
+    """Samples of its share."""
+    in_hand: list[str] = field(default_factory=list)
+    """Names of the samples it works on."""
+    waits: bool = False
+    """Whether it waits for other ranks."""
+    stack: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a call gave; results are rank 0's, the rest every rank's own."""
+
+    value: Any = None
+    tensors: dict[str, Any] = field(default_factory=dict)
+    """References of the batch's tensors that the call has set."""
+    versions: dict[str, int] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    """Arithmetic of each role since the start, of all ranks together."""
+
+
+class RankWorker:
+    """The rank's process; a Ray actor whose `control` methods answer while another one runs."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_file = spec.log.open("a", buffering=1)
+        for stream in (1, 2):
+            os.dup2(self._log_file.fileno(), stream)
+        logging.basicConfig(
+            stream=self._log_file, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
+        )
+        log.info("%s of %d, process %d on %s", spec.name, spec.num_ranks, os.getpid(), socket.gethostname())
+        faulthandler.enable(self._log_file)
+        # A C handler: it prints the stacks even while a thread holds the interpreter's lock.
+        faulthandler.register(signal.SIGUSR1, self._log_file, all_threads=True)
+        os.chdir(spec.working_dir)
+        sys.path += [place for place in spec.python_path if place not in sys.path]
+        devices.keep_freed_memory()
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // spec.ranks_on_machine))
+        self._device = devices.choose_device(spec.device)
+        self._dtype = torch_dtype(spec.config.actor_rollout_ref.model.dtype)
+        self._roles = Roles()
+        self._progress = Progress()
+        self._running: tuple[int, str] | None = None
+        """Thread and role of the call that is being run."""
+        self._waits: list[Callable[[], None]] = []
+        self._spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json")
+
+    def where(self) -> tuple[str, str, int, int]:
+        """Return this machine's name, its address, a port of it that is free, and the process id."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return socket.gethostname(), ray.util.get_node_ip_address(), probe.getsockname()[1], os.getpid()
+
+    def join(self, meeting_point: str) -> None:
+        """Become a rank of the pool's process group."""
+        spec = self._spec
+        if spec.num_ranks > 1:
+            join_ranks(spec.rank, spec.num_ranks, init_method=meeting_point, device=self._device)
+
+    def make_roles(self) -> None:
+        """Load the models of the pool's roles and take this rank's shards of them."""
+        spec, config = self._spec, self._spec.config
+        compute = Compute(self._device, self._dtype, spec.num_ranks, config.trainer.balance_batch)
+        tokenizer = run_tokenizer(config)
+        with self._spans.span("make_roles"):
+            self._roles = make_roles(
+                config, spec.roles, tokenizer, choose_policy_loss(config), compute, spec.total_steps
+            )
+            if self._roles.rollout is not None:
+                self._roles.rollout.sync_weights()
+        log.info("roles: %s", ", ".join(spec.roles))
+
+    def peak_flops(self) -> float:
+        """Return this rank's peak FLOP/s."""
+        return devices.peak_flops(self._device, self._dtype)
+
+    def memory_gb(self) -> dict[str, float]:
+        """Return the memory of this process and its device."""
+        return devices.memory_gb(self._device)
+
+    def run(self, role: RoleName, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Outcome:
+        """Run a role's method and return what it gave.
+
+        Raises:
+            Exception: whatever the method raised; its traceback is in the log.
+        """
+        self._progress = Progress()
+        self._running = (threading.get_ident(), role)
+        batch, opened = self._open(arguments)
+        before = {} if batch is None else dict(batch.tensors())
+        try:
+            with self._spans.span(f"{role}.{method}"):
+                value = self._call(role, method, opened, options)
+        except BaseException:
+            log.exception("%s.%s failed", role, method)
+            raise
+        finally:
+            self._running = None
+            self._spans.step_timings()
+        outcome = self._outcome()
+        if self._spec.rank == 0 or role == "rollout":
+            outcome.value = value
+        if self._spec.rank == 0 and batch is not None:
+            changed = {name: tensor for name, tensor in batch.tensors().items() if tensor is not before.get(name)}
+            outcome.tensors = {name: ray.put(tensor.numpy()) for name, tensor in changed.items()}
+        return outcome
+
+    def _call(self, role: RoleName, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if options.pop("counts_samples", False):
+            options["on_done"] = self._count
+        if method == "generate":
+            return self._generate(*arguments, **options)
+        if method == "start_saving":
+            self._waits.append(self._roles.named(role).start_saving(*arguments))
+            return None
+        return getattr(self._roles.named(role), method)(*arguments, **options)
+
+    def _generate(self, prompts: list[list[Prompt]], *arguments: Any, **options: Any) -> SampledRollouts:
+        """Answer this rank's prompts."""
+        assert self._roles.rollout is not None
+        return SampledRollouts.pack(self._roles.rollout.generate(prompts[self._spec.rank], *arguments, **options))
+
+    def _open(self, arguments: tuple[Any, ...]) -> tuple[Batch | None, tuple[Any, ...]]:
+        opened = tuple(map(_opened, arguments))
+        return next((value for value in opened if isinstance(value, Batch)), None), opened
+
+    def _count(self, num_done: int) -> None:
+        self._progress.num_done += num_done
+
+    def _outcome(self) -> Outcome:
+        roles = {name: self._roles.named(name) for name in self._spec.roles if name != "rollout"}
+        return Outcome(
+            versions={name: role.version for name, role in roles.items()},
+            flops={name: role.engine.flops for name, role in roles.items()},
+        )
+
+    @ray.method(concurrency_group="saving")
+    def wait_for_save(self) -> None:
+        """Wait until the files of the last `start_saving` of every role are written."""
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> Progress:
+        """Return how far the call is that another thread runs."""
+        now = Progress(self._progress.num_done)
+        if (running := self._running) is not None:
+            thread, role = running
+            now.in_hand = self._roles.named(role).in_hand
+            frames = traceback.extract_stack(sys._current_frames().get(thread))
+            now.stack = "".join(traceback.format_list(frames[-8:]))
+            now.waits = any(f"torch{os.sep}distributed" in frame.filename for frame in frames[-3:])
+        return now
+
+    def leave(self) -> None:
+        """Leave the process group and close the files."""
+        if self._spec.num_ranks > 1:
+            leave_ranks()
+        self._spans.close()
+        log.info("done")
+
+
+def _opened(argument: Any) -> Any:
+    """Return what an argument of a call stands for."""
+    if isinstance(argument, SharedBatch):
+        return open_batch(argument, ray)
+    if isinstance(argument, ray.ObjectRef):
+        argument = ray.get(argument)
+    return argument.unpack() if isinstance(argument, PackedRollouts) else argument

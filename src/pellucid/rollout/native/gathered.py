@@ -1,0 +1,49 @@
+"""The policy that the native engine samples from: the actor's engine itself, or a whole copy of weights spread over ranks.
+
+Decoding cannot run on shards: ranks sample different prompts at different speeds, and a gather needs all of them at once.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from pellucid.training.fsdp import FsdpEngine
+
+
+class SampledPolicy(Protocol):
+    """What the native engine needs of a policy; `FsdpEngine` in one process is one."""
+
+    model: PreTrainedModel
+    device: torch.device
+    dtype: torch.dtype
+    version: int
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which the model computes."""
+        ...
+
+
+class GatheredPolicy:
+    """A whole copy of a sharded policy on each rank, as of the last `sync`."""
+
+    def __init__(self, engine: FsdpEngine, model: PreTrainedModel) -> None:
+        """Take over `model`, a plain copy of what `engine` holds sharded."""
+        self._engine, self.model, self.device, self.dtype = engine, model.requires_grad_(False), engine.device, engine.dtype
+        self.version = engine.version
+        self._synced = False
+
+    def sync(self) -> None:
+        """Gather the current weights from all ranks into the copy. Collective: every rank calls it."""
+        from pellucid.training.checkpoint import gather_into
+
+        sharding = self._engine.sharding
+        assert sharding is not None
+        gather_into(sharding, self.model, only_trained=self._synced)
+        self.version, self._synced = self._engine.version, True
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """See `SampledPolicy.autocast`."""
+        assert self._synced and self.version == self._engine.version, "sampling from weights of another version"
+        return self._engine.autocast()
