@@ -67,6 +67,12 @@ def flat_hints(cls: type, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def in_one_spelling(value: Any, hint: Any) -> Any:
+    """Return what `value` means where it is an alias in `hint`, else `value`."""
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((meta.means for meta in metas if isinstance(meta, Alias) and meta.word == value), value)
+
+
 def type_text(hint: Any) -> str:
     """Return a type as users read it, e.g. `int ≥ 1 or null` or `auto | cpu | cuda`."""
     origin, args = get_origin(hint), get_args(hint)

@@ -39,11 +39,13 @@ class Deferred:
         pattern: the key, with `*` for any text.
         off: the accepted values, or a test of the value and the whole tree; empty refuses every value but null.
         belongs: what the key belongs to, for the error text.
+        instead: what happens in its place, for keys that are accepted at any value.
     """
 
     pattern: str
     off: Off
     belongs: str
+    instead: str = ""
 
     def accepts(self, value: Any, tree: DictConfig) -> bool:
         """Tell whether `value` means "off"."""
@@ -67,7 +69,7 @@ def _yaml_word(value: Any) -> str:
 
 
 _ENGINES = "the vLLM and SGLang engines"
-_FSDP = "sharded training"
+_REWARD_FSDP = "a reward model spread in a way of its own"
 
 DEFERRED: tuple[Deferred, ...] = (
     Deferred("global_profiler", _profiles_no_step, "profiling"),
@@ -77,9 +79,16 @@ DEFERRED: tuple[Deferred, ...] = (
     Deferred("actor_rollout_ref.hybrid_engine", (True,), "split placement"),
     Deferred("*.use_fused_kernels", (False,), "fused kernels"),
     Deferred("*.freeze_vision_tower", (False,), "models that see images; this run's model is text-only"),
-    Deferred("*.fsdp_config.offload_policy", (False,), _FSDP),
-    Deferred("*.fsdp_config.forward_prefetch", (True, False), _FSDP),
-    Deferred("*.fsdp_config.mixed_precision", (), _FSDP),
+    Deferred(
+        "*.fsdp_config.forward_prefetch",
+        (True, False),
+        "FSDP's own settings",
+        "FSDP gathers layers ahead as it sees fit",
+    ),
+    Deferred("*.fsdp_config.wrap_policy.min_num_params", (0,), "other units of sharding than a decoder layer"),
+    Deferred("reward_model.model.fsdp_config.fsdp_size", (-1,), _REWARD_FSDP),
+    Deferred("reward_model.model.fsdp_config.param_offload", (False,), _REWARD_FSDP),
+    Deferred("reward_model.model.fsdp_config.reshard_after_forward", (True,), _REWARD_FSDP),
     Deferred("*.megatron", (), "the Megatron engine"),
     Deferred("*.ulysses_sequence_parallel_size", (1,), "sequence parallelism"),
     Deferred("actor_rollout_ref.rollout.tensor_model_parallel_size", (1,), _ENGINES),
@@ -109,7 +118,7 @@ def drop_deferred(user: DictConfig, merged: DictConfig, notices: list[str]) -> N
     Args:
         user: the keys the user set; changed in place.
         merged: the same over the defaults, where interpolations resolve.
-        notices: one line that names the accepted keys is appended.
+        notices: one line that names the accepted keys is appended, and one more for each `Deferred.instead`.
 
     Raises:
         UserError: a key asks for something that this version does not have (`ConfigError` for several).
@@ -118,10 +127,12 @@ def drop_deferred(user: DictConfig, merged: DictConfig, notices: list[str]) -> N
 
     errors: list[UserError] = []
     dropped: list[str] = []
+    instead: dict[str, list[str]] = {}
     for key, entry in list(_matches(user, "")):
         value = _resolved(merged, key)
         if entry.accepts(value, merged):
             dropped.append(key)
+            instead.setdefault(entry.instead, []).append(key)
             parent, _, leaf = key.rpartition(".")
             del (OmegaConf.select(user, parent) if parent else user)[leaf]
         else:
@@ -129,8 +140,9 @@ def drop_deferred(user: DictConfig, merged: DictConfig, notices: list[str]) -> N
     raise_all(errors)
     for parent in sorted({key.rpartition(".")[0] for key in dropped} - {""}, key=len, reverse=True):
         _prune(user, parent)
-    if dropped:
-        notices.append("Accepted, but nothing in this version acts on (they are off): " + ", ".join(dropped))
+    for why, keys in instead.items():
+        said = f"dropped ({why})" if why else "but nothing in this version acts on (they are off)"
+        notices.append(f"Accepted, {said}: " + ", ".join(keys))
 
 
 def _matches(node: DictConfig, prefix: str) -> Iterator[tuple[str, Deferred]]:

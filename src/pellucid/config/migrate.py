@@ -11,8 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pellucid.config.convert import raise_all
+from pellucid.config.convert import flat_hints, in_one_spelling, raise_all
+from pellucid.config.schema import RunConfig
 from pellucid.config.verl_correction import BLOCK, flat_keys, is_off
+from pellucid.config.verl_sharding import critic_keys, offload_keys, precision_keys
 from pellucid.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,6 +106,27 @@ OLD: tuple[Old, ...] = (
         "The block's keys are flat here.",
         translated=True,
     ),
+    Old(
+        "critic.model.fsdp_config",
+        lambda value: not value,
+        lambda parent, value: critic_keys(value),
+        "The block sits beside critic.strategy here.",
+        translated=True,
+    ),
+    Old(
+        "*.fsdp_config.mixed_precision",
+        lambda value: not value,
+        precision_keys,
+        "All roles compute in the model's number format.",
+        translated=True,
+    ),
+    Old(
+        "*.fsdp_config.offload_policy",
+        _empty,
+        lambda parent, value: offload_keys(parent),
+        "The two keys mean the same for fsdp and fsdp2.",
+        translated=True,
+    ),
     *(
         Old(f"actor_rollout_ref.rollout.log_prob_{name}", lambda value: True, lambda parent, value: {}, "")
         # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
@@ -155,7 +178,7 @@ def drop_old(user: DictConfig, notices: list[str]) -> None:
     """
     from omegaconf import OmegaConf
 
-    found = list(find_old(user))
+    found, hints = list(find_old(user)), flat_hints(RunConfig)
     raise_all(
         [
             UserError(item.key, "this spelling is replaced by\n" + _yaml(item.new), item.old.why)
@@ -166,7 +189,8 @@ def drop_old(user: DictConfig, notices: list[str]) -> None:
     for item in found:
         _delete(user, item.key)
         for key, value in item.new.items():
-            if OmegaConf.select(user, key) not in (None, value):
+            own = OmegaConf.select(user, key)
+            if own is not None and in_one_spelling(own, hints.get(key)) != value:
                 raise UserError(key, f"is also set, to another value, by {item.key}.", "Keep one of the two.")
             OmegaConf.update(user, key, value, force_add=True)
         if item.new:
