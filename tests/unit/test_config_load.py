@@ -143,7 +143,7 @@ def test_the_seed_actor_yaml_loads_through_a_defaults_list(tmp_path, old_switch)
     assert (actor.ppo_mini_batch_size, actor.optim.lr, actor.entropy_coeff) == (256, 1e-6, 0.0)
     assert "Ignored 8 `_target_` keys" in loaded.notices[0]
     off = next(line for line in loaded.notices if line.startswith("Accepted"))
-    for key in ("actor.profiler", "freeze_vision_tower", "use_fused_kernels", "async_save"):
+    for key in ("actor.profiler", "freeze_vision_tower", "use_fused_kernels"):
         assert key in off
     assert "actor_rollout_ref.actor.strategy: must be set" in error_of(recipe, "actor_rollout_ref.actor.strategy=???")
 
@@ -226,7 +226,7 @@ def test_an_unknown_key_names_the_nearest(recipe, override, key, meant):
         ("algorithm.rollout_correction_preset=tokenis", ["Did you mean 'token_is'?"]),
         ("critic.strategy=megatron", ["critic.strategy", "'megatron' is not in this version"]),
         ("actor_rollout_ref.rollout.simulate_mismatch.dtype=int4", ["bfloat16 | int8 or null"]),
-        ("trainer.placement=ray", ["'ray' is not in this version", "local"]),
+        ("trainer.placement=slurm", ["'slurm'", "local | ray"]),
         ("trainer.logger=[consle]", ["trainer.logger[0]", "Did you mean 'console'?"]),
         ("trainer.logger=console", ["trainer.logger", "list of"]),
         ("trainer=5", ["trainer: this is a section"]),

@@ -56,6 +56,17 @@ class RunConfig:
         """Return how many ranks a role runs on: its own (`trainer.resource_pools`), or the policy's."""
         return self.trainer.resource_pools.get(role, self.num_ranks)
 
+    def copy_ranks(self, role: str) -> int:
+        """Return how many of a role's ranks hold one copy of its model between them."""
+        policy = self.actor_rollout_ref
+        sizes = {
+            "actor": policy.actor.fsdp_config.fsdp_size,
+            "ref": policy.ref.fsdp_config.fsdp_size,
+            "critic": self.critic.fsdp_config.fsdp_size,
+        }
+        size = sizes.get(role, -1)
+        return self.pool_ranks(role) if size == -1 else size
+
     @property
     def has_critic(self) -> bool:
         """Whether the estimator needs a value model."""
@@ -65,6 +76,18 @@ class RunConfig:
     def needs_reference(self) -> bool:
         """Whether a KL term, in the loss or in the reward, compares the policy to the reference model."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def has_own_reference(self) -> bool:
+        """Whether the reference is a model of its own; under LoRA it is the actor's base."""
+        return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
+
+    @property
+    def has_exact_kl(self) -> bool:
+        """Whether a KL term is the exact one (`full`), for which the reference runs on the actor's micro-batches."""
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        in_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
+        return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty == "full")
 
     @property
     def samples_kl(self) -> bool:

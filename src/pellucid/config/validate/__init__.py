@@ -33,4 +33,4 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
     ]
     named = {error.field for error in found}
     raise_all(found + [error for error in effects.mistakes(config, changed) if error.field not in named])
-    return [*algorithm.unusual(config), *correction.unusual(config)]
+    return [*algorithm.unusual(config), *correction.unusual(config), *ranks.unusual(config)]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pellucid.config.schema import ActorConfig, CriticConfig, RunConfig
 from pellucid.errors import UserError
@@ -16,9 +16,10 @@ ACTOR = "actor_rollout_ref.actor"
 def mistakes(config: RunConfig) -> Iterator[UserError]:
     """Yield a mistake for each split that does not come out."""
     actor, critic, ref = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
-    yield from _update(ACTOR, actor, config)
-    if config.has_critic and _cut(critic) != _cut(actor):
-        yield from _update("critic", critic, config)
+    yield from _update(ACTOR, actor, config, _ranks(config, "actor"))
+    ranks = _ranks(config, "critic")
+    if config.has_critic and (*_cut(critic), ranks) != (*_cut(actor), _ranks(config, "actor")):
+        yield from _update("critic", critic, config, ranks)
     longest = config.data.max_prompt_length + config.data.max_response_length
     if config.samples_kl:
         size, dynamic = ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz
@@ -46,9 +47,13 @@ def _cut(part: ActorConfig | CriticConfig) -> tuple[int | None, ...]:
     )
 
 
-def _update(section: str, part: ActorConfig | CriticConfig, config: RunConfig) -> Iterator[UserError]:
-    """Yield the mistakes in how actor or critic cut a step into optimizer steps and those into micro-batches."""
-    prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+def _ranks(config: RunConfig, role: str) -> int:
+    return config.pool_ranks(role) if config.trainer.placement == "ray" else 1
+
+
+def _update(section: str, part: ActorConfig | CriticConfig, config: RunConfig, ranks: int) -> Iterator[UserError]:
+    """Yield the mistakes in how actor or critic cut a step into optimizer steps, and those into micro-batches."""
+    prompts = config.data.train_batch_size
     mini, micro = part.ppo_mini_batch_size, part.ppo_micro_batch_size_per_gpu
     key = f"{section}.ppo_mini_batch_size"
     if mini > prompts:
@@ -68,14 +73,53 @@ def _update(section: str, part: ActorConfig | CriticConfig, config: RunConfig) -
     yield from _micro(section, "ppo_micro_batch_size_per_gpu", micro, "use_dynamic_bsz", part.use_dynamic_bsz)
     if part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu < longest:
         yield _too_small(f"{section}.ppo_max_token_len_per_gpu", part.ppo_max_token_len_per_gpu, config)
-    samples = mini * num_samples
-    if micro is not None and not part.use_dynamic_bsz and samples % micro:
+    if mini <= prompts and prompts % mini == 0:
+        yield from _share(section, part, config, ranks)
+
+
+def _share(section: str, part: ActorConfig | CriticConfig, config: RunConfig, ranks: int) -> Iterator[UserError]:
+    """Yield a mistake when a mini-batch leaves ranks without a sample, or fixed micro-batches do not come out on each."""
+    mini, micro, n = part.ppo_mini_batch_size, part.ppo_micro_batch_size_per_gpu, config.actor_rollout_ref.rollout.n
+    samples, key = mini * n, f"{section}.ppo_mini_batch_size"
+    whole = f"a mini-batch of {mini} prompts × {n} samples = {samples} samples"
+    if part.use_dynamic_bsz or micro is None:
+        if part.use_dynamic_bsz and samples < ranks:
+            options = _other_shares(config, section, mini, ranks, lambda samples, ranks: samples >= ranks)
+            yield UserError(key, f"{whole}, and {ranks} ranks need at least one each.", f"Set {', or '.join(options)}.")
+    elif samples % ranks:
+        options = _other_shares(config, section, mini, ranks, lambda samples, ranks: samples % (ranks * micro) == 0)
+        yield UserError(
+            key,
+            f"{whole} ÷ {ranks} ranks = {samples // ranks} each and {samples % ranks} left over.",
+            f"Set {', or '.join([*options, f'{ACTOR}.use_dynamic_bsz: true in place of a micro-batch size'])}.",
+        )
+    elif (share := samples // ranks) % micro:
+        not_split = "does not split" if ranks == 1 else f"÷ {ranks} ranks = {share} each, which do not split"
         yield UserError(
             f"{section}.ppo_micro_batch_size_per_gpu",
-            f"a mini-batch of {mini} prompts × {num_samples} samples = {samples} samples does not split into "
-            f"micro-batches of {micro} ({samples} = {samples // micro} × {micro} + {samples % micro}).",
-            f"Choose a divisor of {samples}, e.g. {_divisor(samples, micro)}, or set use_dynamic_bsz: true.",
+            f"{whole} {not_split} into micro-batches of {micro} ({share} = {share // micro} × {micro} + {share % micro}).",
+            f"Choose a divisor of {share}, e.g. {_divisor(share, micro)}, or set use_dynamic_bsz: true.",
         )
+
+
+def _other_shares(
+    config: RunConfig, section: str, mini: int, ranks: int, comes_out: Callable[[int, int], bool]
+) -> list[str]:
+    """Return which mini-batches, and which numbers of ranks, come out and are next to those there are."""
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    sizes = [size for size in range(1, prompts + 1) if prompts % size == 0 and comes_out(size * n, ranks)]
+    counts = [count for count in range(1, mini * n + 1) if comes_out(mini * n, count)]
+    own_pool = section == "critic" and "critic" in config.trainer.resource_pools
+    ranks_key = "trainer.resource_pools.critic" if own_pool else "trainer.n_gpus_per_node × trainer.nnodes"
+    options = {"it": _nearest(sizes, mini), ranks_key: _nearest(counts, ranks)}
+    return [f"{what} to {values}" for what, values in options.items() if values]
+
+
+def _nearest(values: list[int], wanted: int) -> str:
+    """Return the next smaller and the next larger of `values`, as `2 or 6`."""
+    smaller = [value for value in values if value < wanted][-1:]
+    larger = [value for value in values if value > wanted][:1]
+    return " or ".join(str(value) for value in smaller + larger)
 
 
 def _micro(section: str, size_key: str, size: int | None, dynamic_key: str, dynamic: bool) -> Iterator[UserError]:

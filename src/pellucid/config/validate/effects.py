@@ -103,10 +103,17 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         "actor_rollout_ref.ref",
-        (),
+        ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
         lambda config: config.samples_kl,
         "while no KL term is estimated from sampled tokens (full runs the reference on the actor's micro-batches)",
         f"Set {_ACTOR}.use_kl_loss: true, with another kl_loss_type than full",
+    ),
+    Effect(
+        "actor_rollout_ref.ref.fsdp_config",
+        (),
+        lambda config: config.has_own_reference,
+        "without a reference model of its own (no KL term asks for one, or under LoRA it is the actor's base)",
+        f"Set {_ACTOR}.use_kl_loss: true and {_MODEL}.lora_rank: 0",
     ),
     _of_estimators(("lam",), "gae"),
     _of_estimators(("gamma",), "gae", "reinforce_plus_plus"),
@@ -131,6 +138,29 @@ EFFECTS: tuple[Effect, ...] = (
         lambda config: config.has_critic,
         "with adv_estimator: {estimator}, which has no critic",
         "Set adv_estimator: gae",
+    ),
+    Effect(
+        "trainer",
+        ("ray_address", "resource_pools", "max_restarts"),
+        lambda config: config.trainer.placement == "ray",
+        "with placement: local, which keeps all in one process",
+        "Set trainer.placement: ray",
+    ),
+    Effect(
+        "trainer",
+        ("rendezvous_port",),
+        lambda config: config.trainer.placement == "ray" and config.trainer.nnodes > 1,
+        "unless ranks of several machines meet",
+        "Set trainer.placement: ray and trainer.nnodes, e.g. 2",
+    ),
+    Effect(
+        "trainer",
+        ("balance_batch",),
+        lambda config: (
+            config.trainer.placement == "ray" and max(config.num_ranks, *config.trainer.resource_pools.values(), 1) > 1
+        ),
+        "with a single rank",
+        "Set trainer.placement: ray and trainer.n_gpus_per_node, e.g. 2",
     ),
     _of_losses(_LOSS, ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), "clip_cov"),
     _of_losses(_LOSS, ("kl_cov_ratio", "ppo_kl_coef"), "kl_cov"),
