@@ -60,9 +60,9 @@ def test_show_annotated_of_a_recipe_has_its_values_and_explanations(recipe):
 
 
 def test_show_keeps_notices_out_of_the_yaml(recipe):
-    result = run("show", recipe, "trainer.balance_batch=true")
-    assert "balance_batch" not in result.stdout
-    assert "trainer.balance_batch" in result.stderr
+    result = run("show", recipe, "actor_rollout_ref.hybrid_engine=true")
+    assert "hybrid_engine" not in result.stdout
+    assert "actor_rollout_ref.hybrid_engine" in result.stderr
 
 
 def test_check_prints_the_plan(recipe):
@@ -70,6 +70,14 @@ def test_check_prints_the_plan(recipe):
     assert "4 prompts × 2 samples = 8 samples" in text
     assert "10 prompts ÷ 4 = 2 steps per epoch (2 prompts left over in each)" in text
     assert "OK: recipe.yaml" in text
+
+
+def test_check_prints_the_plan_of_a_run_over_ranks(recipe):
+    text = " ".join(run("check", recipe, "trainer.placement=ray", "trainer.n_gpus_per_node=2").stdout.split())
+    assert "2 ranks on 1 machine, placement ray, strategy fsdp2: one copy of the model over 2 ranks" in text
+    assert "8 samples per mini-batch ÷ 2 ranks = 4 each" in text
+    with pytest.raises(UserError, match="2 ranks, but placement: local"):
+        run("check", recipe, "trainer.n_gpus_per_node=2")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def _algorithm(config: RunConfig) -> str:
     return f"advantages {algorithm.adv_estimator}{greedy}, loss {loss}, {actor.loss_agg_mode}"
 
 
-def _count(number: int, what: str) -> str:
+def count_text(number: int, what: str) -> str:
+    """Return `1 step` or `2 steps`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -49,11 +50,11 @@ def _critic(config: RunConfig) -> str:
     if not config.has_critic:
         return ""
     passes = f" × {critic.ppo_epochs} epochs" if critic.ppo_epochs > 1 else ""
-    rest = f"; it learns alone for the first {_count(warmup, 'step')}" if warmup else ""
+    rest = f"; it learns alone for the first {count_text(warmup, 'step')}" if warmup else ""
     updates = prompts // critic.ppo_mini_batch_size * critic.ppo_epochs
     return (
         f"{critic.model.path}, {prompts} prompts ÷ {critic.ppo_mini_batch_size} per mini-batch{passes} = "
-        f"{_count(updates, 'optimizer step')} per step{rest}"
+        f"{count_text(updates, 'optimizer step')} per step{rest}"
     )
 
 

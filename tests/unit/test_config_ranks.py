@@ -1,0 +1,517 @@
+"""Config of runs over several ranks: what can be placed, verl's spellings, and the plan's numbers per rank."""
+
+import dataclasses
+import math
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pellucid.config import Loaded, ModelFacts, Plan, RunConfig, build_plan, load_config
+from pellucid.config.migrate import migrate
+from pellucid.errors import UserError
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+FSDP, MODEL = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model"
+BASE = [
+    "data.train_files=x.jsonl",
+    "data.train_batch_size=24",
+    f"{MODEL}.path=builtin",
+    f"{ACTOR}.strategy=fsdp2",
+    f"{ACTOR}.ppo_mini_batch_size=8",
+    f"{ACTOR}.use_dynamic_bsz=true",
+    f"{ROLLOUT}.n=4",
+]
+RAY = ["trainer.placement=ray"]
+CRITIC = ["algorithm.adv_estimator=gae"]
+KL = [f"{ACTOR}.use_kl_loss=true"]
+FIXED = [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
+FACTS = ModelFacts(1000, 8, 16, 2, 2, 4, 50, "float32")
+
+
+def load(*overrides: str) -> Loaded[RunConfig]:
+    return load_config(None, [*BASE, *overrides])
+
+
+def ranks(per_machine: int, machines: int = 1) -> list[str]:
+    joined = ["trainer.ray_address=auto"] if machines > 1 else []
+    return [*RAY, *joined, f"trainer.n_gpus_per_node={per_machine}", f"trainer.nnodes={machines}"]
+
+
+def pools(**sizes: int) -> str:
+    return "trainer.resource_pools={" + ",".join(f"{role}: {size}" for role, size in sizes.items()) + "}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (["trainer.n_gpus_per_node=2", "trainer.nnodes=3"], "trainer.n_gpus_per_node", ["= 6 ranks", "placement: ray"]),
+        (["trainer.nnodes=3"], "trainer.nnodes", ["1 (n_gpus_per_node) × 3 (nnodes) = 3 ranks", "placement: local"]),
+        (["trainer.ray_address=auto"], "trainer.ray_address", ["no effect with placement: local", "placement: ray"]),
+        (["trainer.max_restarts=2"], "trainer.max_restarts", ["2 has no effect with placement: local"]),
+        ([pools(ref=1)], "trainer.resource_pools", ["no effect with placement: local"]),
+        (["trainer.rendezvous_port=29500"], "trainer.rendezvous_port", ["no effect", "several machines"]),
+        ([*ranks(2), "trainer.rendezvous_port=29500"], "trainer.rendezvous_port", ["no effect", "trainer.nnodes"]),
+        ([*ranks(2, 2), "trainer.rendezvous_port=70000"], "trainer.rendezvous_port", ["70000", "≤ 65535"]),
+        (["trainer.balance_batch=false"], "trainer.balance_batch", ["false has no effect with a single rank"]),
+        ([*RAY, "trainer.balance_batch=false"], "trainer.balance_batch", ["single rank"]),
+        ([*RAY, "trainer.ray_address=ray://head:10001"], "trainer.ray_address", ["'ray://head:10001'", "host:port"]),
+        ([*RAY, "trainer.ray_address=head"], "trainer.ray_address", ["'head' is no address"]),
+        ([*RAY, "trainer.nnodes=2"], "trainer.nnodes", ["2 machines", "this machine alone", "trainer.ray_address"]),
+        (["trainer.stall_timeout_s=0"], "trainer.stall_timeout_s", ["> 0"]),
+        (["trainer.max_restarts=-1"], "trainer.max_restarts", ["≥ 0"]),
+        ([f"{FSDP}.reduce_dtype=fp16"], f"{FSDP}.reduce_dtype", ["'fp16'", "float32 | bfloat16"]),
+        (
+            [*RAY, f"{ROLLOUT}.simulate_mismatch.noise=0.1"],
+            f"{ROLLOUT}.simulate_mismatch.noise",
+            ["one process only", "placement: local"],
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_named_with_the_remedy(overrides, field, words):
+    with pytest.raises(UserError) as caught:
+        load(*overrides)
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        ([*ranks(3, 2), f"{FSDP}.fsdp_size=4"], f"{FSDP}.fsdp_size", ["6 = 1 × 4 + 2", "(1, 2, 3, 6)", "-1"]),
+        ([*ranks(2), f"{FSDP}.fsdp_size=4"], f"{FSDP}.fsdp_size", ["4 ranks each", "2 in all", "(1, 2)"]),
+        ([f"{FSDP}.fsdp_size=8"], f"{FSDP}.fsdp_size", ["1 in all", "more than there are"]),
+        ([f"{FSDP}.fsdp_size=0"], f"{FSDP}.fsdp_size", ["cannot have none"]),
+        ([f"{FSDP}.fsdp_size=-2"], f"{FSDP}.fsdp_size", ["≥ -1"]),
+        (
+            [*ranks(4), *KL, f"{REF}.fsdp_config.fsdp_size=3"],
+            f"{REF}.fsdp_config.fsdp_size",
+            ["4 = 1 × 3 + 1", "(1, 2, 4)"],
+        ),
+        (
+            [*ranks(4), *CRITIC, pools(critic=3), "critic.fsdp_config.fsdp_size=2"],
+            "critic.fsdp_config.fsdp_size",
+            ["3 in all (trainer.resource_pools.critic): 3 = 1 × 2 + 1", "(1, 3)"],
+        ),
+    ],
+)
+def test_copies_that_do_not_fill_the_ranks(overrides, field, words):
+    with pytest.raises(UserError) as caught:
+        load(*overrides)
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_size_the_reference_follows_is_reported_once():
+    with pytest.raises(UserError) as caught:
+        load(*ranks(6), *KL, f"{FSDP}.fsdp_size=4")
+    assert caught.value.field == f"{FSDP}.fsdp_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "role", "words"),
+    [
+        ([pools(crtic=1)], "crtic", ["no such role", "Did you mean 'critic'?"]),
+        ([pools(zzz=1)], "zzz", ["critic, ref, reward_model"]),
+        ([pools(rollout=2)], "rollout", ["the policy's ranks are trainer.n_gpus_per_node × trainer.nnodes"]),
+        ([pools(actor=2)], "actor", ["the policy's ranks"]),
+        ([pools(critic=0), *CRITIC], "critic", ["0 is out of range", "≥ 1"]),
+        ([pools(critic=1)], "critic", ["does not have", "grpo has no critic", "gae"]),
+        ([pools(ref=1)], "ref", ["does not have", "use_kl_loss: true"]),
+        ([pools(reward_model=1)], "reward_model", ["reward_model.enable is false"]),
+        ([pools(ref=1), *KL, f"{MODEL}.lora_rank=4"], "ref", ["actor's own base"]),
+        ([pools(ref=1), *KL, f"{ACTOR}.kl_loss_type=full"], "ref", ["actor's micro-batches", "low_var_kl"]),
+        (
+            [pools(ref=1), *KL, "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full"],
+            "ref",
+            ["actor's micro-batches"],
+        ),
+    ],
+)
+def test_roles_that_cannot_have_ranks_of_their_own(overrides, role, words):
+    with pytest.raises(UserError) as caught:
+        load(*ranks(2), *overrides)
+    assert caught.value.field == f"trainer.resource_pools.{role}"
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (
+            [*FIXED, *ranks(3)],
+            f"{ACTOR}.ppo_mini_batch_size",
+            [
+                "8 prompts × 4 samples = 32 samples ÷ 3 ranks = 10 each and 2 left over",
+                "Set it to 6 or 12",
+                "trainer.n_gpus_per_node × trainer.nnodes to 2 or 4",
+                "use_dynamic_bsz: true",
+            ],
+        ),
+        (
+            [*FIXED, *ranks(7)],
+            f"{ACTOR}.ppo_mini_batch_size",
+            ["÷ 7 ranks = 4 each and 4 left over", "Set trainer.n_gpus_per_node × trainer.nnodes to 4 or 8"],
+        ),
+        (
+            [*FIXED, f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", *ranks(4)],
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            ["32 samples ÷ 4 ranks = 8 each", "(8 = 1 × 5 + 3)", "divisor of 8, e.g. 4"],
+        ),
+        (
+            ranks(40),
+            f"{ACTOR}.ppo_mini_batch_size",
+            ["32 samples, and 40 ranks need at least one each", "Set it to 12", "to 32"],
+        ),
+        (
+            [*FIXED, *ranks(2), *CRITIC, pools(critic=3)],
+            "critic.ppo_mini_batch_size",
+            ["÷ 3 ranks", "trainer.resource_pools.critic to 2 or 4"],
+        ),
+        (
+            [*ranks(2), *CRITIC, pools(critic=64)],
+            "critic.ppo_mini_batch_size",
+            ["64 ranks need at least one each", "Set it to 24, or trainer.resource_pools.critic to 32"],
+        ),
+    ],
+)
+def test_mini_batches_that_do_not_come_out_on_the_ranks(overrides, field, words):
+    with pytest.raises(UserError) as caught:
+        load(*overrides)
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(2, 9), st.sampled_from([1, 2, 3]))
+def test_what_the_remedy_names_loads(count, micro):
+    fixed = [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu={micro}"]
+    try:
+        load(*fixed, *ranks(count))
+    except UserError as error:
+        text = str(error)
+    else:
+        assert 32 % (count * micro) == 0
+        return
+    if "left over" not in text:
+        return
+    _, _, sizes = text.partition("Set it to ")
+    for size in [word for word in sizes.partition(",")[0].split(" or ") if sizes]:
+        load(*fixed, *ranks(count), f"{ACTOR}.ppo_mini_batch_size={size}")
+    _, _, counts = text.partition("× trainer.nnodes to ")
+    for other in [word for word in counts.partition(",")[0].split(" or ") if counts]:
+        load(*fixed, *ranks(int(other)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ACTOR}.strategy=fsdp"],
+        [*CRITIC, *ranks(2), "critic.strategy=fsdp"],
+        [*ranks(4), *FIXED],
+        [*ranks(32)],
+        [*ranks(3, 2), f"{FSDP}.fsdp_size=3", "trainer.rendezvous_port=29500"],
+        [*ranks(2), "trainer.ray_address=10.0.0.1:6379", "trainer.balance_batch=false"],
+        [*ranks(2), "trainer.max_restarts=2", "trainer.save_freq=5"],
+        [*RAY, *CRITIC, pools(critic=2), "trainer.balance_batch=false"],
+        [*ranks(2), *KL, *CRITIC, pools(critic=3, ref=1)],
+        [*ranks(2), "data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1"],
+        ["trainer.stall_timeout_s=null", f"{ACTOR}.checkpoint.async_save=true"],
+        [f"{FSDP}.fsdp_size=1", f"{FSDP}.reshard_after_forward=false", f"{FSDP}.reduce_dtype=bf16"],
+        [f"{FSDP}.param_offload=true"],
+        [*KL, f"{ACTOR}.kl_loss_type=full", f"{REF}.fsdp_config.param_offload=true"],
+        ["actor_rollout_ref.hybrid_engine=true"],
+    ],
+)
+def test_what_can_be_placed_loads(overrides):
+    notices = [line for line in load(*overrides).notices if "hybrid_engine" not in line]
+    assert notices == []
+
+
+def test_how_many_ranks_a_role_has_and_how_many_hold_one_copy():
+    config = load(*ranks(3, 2), *KL, *CRITIC, pools(critic=4), f"{FSDP}.fsdp_size=2").config
+    assert config.num_ranks == 6
+    assert [config.pool_ranks(role) for role in ("actor", "ref", "critic", "reward_model")] == [6, 6, 4, 6]
+    assert [config.copy_ranks(role) for role in ("actor", "ref", "critic", "reward_model")] == [2, 2, 4, 6]
+
+
+def test_the_reference_follows_the_actor_until_it_is_set():
+    overrides = [*ranks(4), *KL, f"{FSDP}.fsdp_size=2", f"{FSDP}.param_offload=true"]
+    assert dataclasses.astuple(load(*overrides).config.actor_rollout_ref.ref.fsdp_config) == (2, True, True)
+    own = load(*overrides, f"{REF}.fsdp_config.fsdp_size=-1", f"{REF}.fsdp_config.param_offload=false")
+    assert dataclasses.astuple(own.config.actor_rollout_ref.ref.fsdp_config) == (-1, False, True)
+
+
+@pytest.mark.parametrize("overrides", [[], [*KL, f"{MODEL}.lora_rank=4"]])
+def test_the_spread_of_a_reference_that_is_no_model_of_its_own_has_no_effect(overrides):
+    with pytest.raises(UserError, match=r"true has no effect without a reference model of its own"):
+        load(*overrides, f"{REF}.fsdp_config.param_offload=true")
+
+
+def test_offloading_on_a_cpu_is_said_once_for_the_roles_there_are():
+    on = [f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"]
+    [line] = load("trainer.device=cpu", *on).notices
+    assert line == (
+        "On a CPU there is nothing to offload to, so these change nothing: "
+        f"{FSDP}.param_offload, {FSDP}.optimizer_offload"
+    )
+    [line] = load("trainer.device=cpu", f"{FSDP}.param_offload=true", *KL).notices
+    assert f"{REF}.fsdp_config.param_offload" in line
+    assert load("trainer.device=cuda", *on).notices == []
+    assert load(*on).notices == []
+
+
+def test_a_restart_without_checkpoints_is_said():
+    [line] = load(*ranks(2), "trainer.max_restarts=2").notices
+    assert "max_restarts: 2" in line and "save_freq: -1" in line
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "reduce_dtype"),
+    [
+        ("{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}", "bfloat16", "float32"),
+        ("{param_dtype: bfloat16, reduce_dtype: bf16}", "bfloat16", "bfloat16"),
+        ("{param_dtype: fp32}", "float32", "float32"),
+        ("{reduce_dtype: bfloat16, param_dtype: null}", "float32", "bfloat16"),
+        ("{buffer_dtype: float32}", "float32", "float32"),
+    ],
+)
+def test_verls_mixed_precision_is_read(block, dtype, reduce_dtype):
+    config = load(f"{FSDP}.mixed_precision={block}").config
+    assert config.actor_rollout_ref.model.dtype == config.actor_rollout_ref.rollout.dtype == dtype
+    assert config.actor_rollout_ref.actor.fsdp_config.reduce_dtype == reduce_dtype
+
+
+def test_verls_mixed_precision_may_repeat_the_models_format_in_another_spelling():
+    loaded = load(f"{FSDP}.mixed_precision={{param_dtype: bf16}}", f"{MODEL}.dtype=bfloat16")
+    assert loaded.config.actor_rollout_ref.model.dtype == "bfloat16"
+    assert load(f"{FSDP}.mixed_precision={{param_dtype: bfloat16}}", f"{MODEL}.dtype=bf16").config == loaded.config
+    assert f"{FSDP}.mixed_precision is read as" in loaded.notices[0]
+
+
+def test_verls_mixed_precision_of_a_frozen_model_has_no_gradients_to_add_up():
+    config = load(f"{REF}.fsdp_config.mixed_precision={{param_dtype: bf16, reduce_dtype: bf16}}", *KL).config
+    assert config.actor_rollout_ref.model.dtype == "bfloat16"
+    assert config.actor_rollout_ref.actor.fsdp_config.reduce_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (
+            [f"{FSDP}.mixed_precision={{param_dtype: bf16}}", f"{MODEL}.dtype=fp32"],
+            f"{MODEL}.dtype",
+            ["another value", f"{FSDP}.mixed_precision"],
+        ),
+        (
+            [f"{FSDP}.mixed_precision={{param_dtype: bf16}}", "critic.fsdp_config.mixed_precision={param_dtype: fp32}"],
+            f"{MODEL}.dtype",
+            ["another value", "critic.fsdp_config.mixed_precision"],
+        ),
+        (
+            [f"{FSDP}.mixed_precision={{reduce_dtype: fp32}}", f"{FSDP}.reduce_dtype=bf16"],
+            f"{FSDP}.reduce_dtype",
+            ["another value"],
+        ),
+        ([f"{FSDP}.mixed_precision={{param_dtype: fp16}}"], f"{FSDP}.mixed_precision.param_dtype", ["'fp16'", "bf16"]),
+        ([f"{FSDP}.mixed_precision={{param_dtype: [1]}}"], f"{FSDP}.mixed_precision.param_dtype", ["[1]"]),
+        ([f"{FSDP}.mixed_precision={{buffer_dtype: bf16}}"], f"{FSDP}.mixed_precision.buffer_dtype", ["float32"]),
+        ([f"{FSDP}.mixed_precision={{parm_dtype: bf16}}"], f"{FSDP}.mixed_precision.parm_dtype", ["'param_dtype'"]),
+        ([f"{FSDP}.mixed_precision=bf16"], f"{FSDP}.mixed_precision", ["section of keys"]),
+        (["critic.model.fsdp_config=3"], "critic.model.fsdp_config", ["section of keys"]),
+        (
+            [f"{FSDP}.offload_policy=true", f"{FSDP}.param_offload=false"],
+            f"{FSDP}.param_offload",
+            ["another value", f"{FSDP}.offload_policy"],
+        ),
+        ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy", ["not in this version", "fsdp2"]),
+    ],
+)
+def test_what_verl_has_and_this_has_not_stops_the_run(overrides, field, words):
+    with pytest.raises(UserError) as caught:
+        load(*overrides)
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_verls_offload_policy_is_read_for_each_role():
+    config = load(f"{FSDP}.offload_policy=true", f"{REF}.fsdp_config.offload_policy=true", *KL).config
+    actor, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
+    assert (actor.param_offload, actor.optimizer_offload, ref.param_offload) == (True, True, True)
+    with pytest.raises(UserError, match=r"reward_model\.model\.fsdp_config\.param_offload: the value true"):
+        load("reward_model.model.fsdp_config.offload_policy=true")
+
+
+def test_verls_block_under_the_critics_model_is_read():
+    block = "{param_offload: false, offload_policy: true, fsdp_size: -1, mixed_precision: {reduce_dtype: bf16}}"
+    loaded = load(*CRITIC, f"critic.model.fsdp_config={block}")
+    fsdp = loaded.config.critic.fsdp_config
+    assert dataclasses.astuple(fsdp) == (-1, True, True, True, "bfloat16")
+    assert "critic.model.fsdp_config is read as" in loaded.notices[0]
+    off = "{param_offload: false, offload_policy: false, forward_prefetch: false, wrap_policy: {min_num_params: 0}}"
+    assert load(f"critic.model.fsdp_config={off}").config == load().config
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_prefetching_is_left_to_fsdp(value):
+    [line] = load(f"{FSDP}.forward_prefetch={value}").notices
+    assert "FSDP gathers layers ahead as it sees fit" in line and line.endswith(f"{FSDP}.forward_prefetch")
+
+
+def test_verls_blocks_migrate(tmp_path):
+    old = tmp_path / "old.yaml"
+    old.write_text(
+        "actor_rollout_ref: {actor: {fsdp_config: {offload_policy: true, mixed_precision: {reduce_dtype: fp32}}}}\n"
+        "critic: {model: {fsdp_config: {param_offload: true}}}\n"
+    )
+    text, changes = migrate(old)
+    assert yaml.safe_load(text) == {
+        "actor_rollout_ref": {
+            "actor": {"fsdp_config": {"param_offload": True, "optimizer_offload": True, "reduce_dtype": "float32"}}
+        },
+        "critic": {"fsdp_config": {"param_offload": True}},
+    }
+    assert len(changes) == 3
+
+
+def plan_of(*overrides: str) -> Plan:
+    return build_plan(load(*overrides).config, 240, FACTS)
+
+
+def test_a_plan_of_one_process_says_nothing_of_ranks():
+    rows = dict(plan_of().rows())
+    assert rows["ranks"] == "1 process, placement local, strategy fsdp2"
+    assert rows["micro-batches"] == "32 samples per mini-batch in at most 2 micro-batches"
+    assert "rank" not in rows["memory (estimate)"] and "copy" not in rows["memory (estimate)"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (RAY, "1 rank on 1 machine, placement ray, strategy fsdp2"),
+        (
+            [*ranks(2, 2)],
+            "4 ranks on 2 machines, placement ray, strategy fsdp2: one copy of the model over 4 ranks",
+        ),
+        (
+            [*ranks(2, 2), f"{FSDP}.fsdp_size=2", f"{ACTOR}.strategy=fsdp"],
+            "4 ranks on 2 machines, placement ray, strategy fsdp: 2 copies of the model over 2 ranks each",
+        ),
+        (
+            [*ranks(2), f"{FSDP}.fsdp_size=1"],
+            "2 ranks on 1 machine, placement ray, strategy fsdp2: 2 copies of the model over 1 rank each",
+        ),
+        (
+            [*RAY, *KL, *CRITIC, pools(critic=2, ref=1)],
+            "1 rank on 1 machine, placement ray, strategy fsdp2; critic on 2 ranks of its own; ref on 1 rank of its own",
+        ),
+    ],
+)
+def test_the_plan_says_who_holds_what(overrides, text):
+    assert dict(plan_of(*overrides).rows())["ranks"] == text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count", "text"),
+    [
+        ([*ranks(4), *FIXED], 4, "32 samples per mini-batch ÷ 4 ranks = 8 each, in 4 micro-batches a rank"),
+        (
+            [*ranks(3), f"{ACTOR}.ppo_max_token_len_per_gpu=2100"],
+            6,
+            "32 samples per mini-batch ÷ 3 ranks = 10 or 11 each, in 6 micro-batches a rank when all are as long as allowed",
+        ),
+        (
+            ranks(32),
+            1,
+            "32 samples per mini-batch ÷ 32 ranks = 1 each, in 1 micro-batch a rank when all are as long as allowed",
+        ),
+    ],
+)
+def test_the_plan_counts_a_ranks_micro_batches(overrides, count, text):
+    plan = plan_of(*overrides)
+    assert plan.micro_batches_per_mini_batch == count
+    assert dict(plan.rows())["micro-batches"] == text
+
+
+def test_memory_is_that_of_one_rank():
+    plan = plan_of(*ranks(4), *KL)
+    memory = plan.memory
+    assert memory is not None
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.reference) == (1000, 1000, 2000, 1000)
+    assert memory.rollout_copy == 4000
+    # A quarter of the 24 prompts × 4 samples, with 2 × (2 layers × 2 heads × 4) float32 numbers a token.
+    assert memory.kv_cache == 6 * 4 * 1024 * 2 * 2 * 2 * 4 * 4
+    assert memory.total == 9000 + max(memory.kv_cache, memory.activations + memory.logits_chunk)
+    text = dict(plan.rows())["memory (estimate)"]
+    assert " per rank = weights 1.0 KiB" in text and "rollout copy 3.9 KiB" in text
+
+
+def test_memory_of_several_copies_and_of_a_rank_that_is_alone():
+    several = plan_of(*ranks(4), f"{FSDP}.fsdp_size=2").memory
+    alone = plan_of(*RAY).memory
+    assert several is not None and alone is not None
+    assert (several.weights, several.rollout_copy) == (2000, 4000)
+    assert (alone.weights, alone.rollout_copy) == (4000, 0)
+    assert alone == plan_of().memory
+
+
+def test_activations_shrink_with_a_ranks_share_only_below_its_budget():
+    def activations(count: int, budget: int) -> int:
+        memory = plan_of(*ranks(count), f"{ACTOR}.ppo_max_token_len_per_gpu={budget}").memory
+        assert memory is not None
+        return memory.activations
+
+    assert activations(1, 2048) == activations(2, 2048)
+    assert activations(1, 32768) == 2 * activations(2, 32768)
+
+
+def test_roles_with_ranks_of_their_own_are_not_in_the_policys_memory():
+    together = plan_of(*ranks(2), *KL, *CRITIC)
+    apart = plan_of(*ranks(2), *KL, *CRITIC, pools(critic=4, ref=1))
+    assert together.memory is not None and apart.memory is not None
+    critic, reference = together.memory.critic, together.memory.reference
+    assert reference == 2000 and critic == 8 * 1000
+    assert (apart.memory.critic, apart.memory.reference) == (0, 0)
+    assert apart.pool_bytes == {"critic": critic // 2, "ref": reference * 2}
+    assert "critic 3.9 KiB, ref 3.9 KiB on each" in dict(apart.rows())["on own ranks"]
+    assert together.pool_bytes == {} and "on own ranks" not in dict(together.rows())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_bytes"),
+    [
+        ([f"{FSDP}.param_offload=true"], 8000),
+        ([f"{FSDP}.optimizer_offload=true"], 4000),
+        ([f"{FSDP}.param_offload=true", *KL], 8000 + 2000),
+        ([f"{FSDP}.optimizer_offload=true", *KL], 4000),
+        ([*CRITIC, "critic.fsdp_config.param_offload=true"], 8000),
+        ([*CRITIC, "critic.fsdp_config.optimizer_offload=true"], 4000),
+        ([*CRITIC, pools(critic=2), "critic.fsdp_config.param_offload=true"], 0),
+        ([f"{FSDP}.param_offload=true", "trainer.device=cpu"], 0),
+    ],
+)
+def test_what_is_offloaded_is_not_on_the_device(overrides, num_bytes):
+    plan = plan_of(*ranks(2), *overrides)
+    memory = plan.memory
+    assert memory is not None
+    assert memory.offloaded == num_bytes
+    assert dataclasses.replace(memory, offloaded=0).total - memory.total == num_bytes
+    assert ("kept in CPU memory" in dict(plan.rows())["memory (estimate)"]) == (num_bytes > 0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 12), st.integers(1, 4))
+def test_shards_hold_the_whole_model_between_them(per_machine, machines):
+    config = load(
+        *ranks(per_machine, machines), f"{FSDP}.fsdp_size={per_machine}", f"{ACTOR}.ppo_mini_batch_size=24"
+    ).config
+    plan = build_plan(config, 240, FACTS)
+    assert plan.memory is not None
+    assert plan.num_copies == machines
+    assert plan.memory.weights == math.ceil(4 * FACTS.num_parameters / per_machine)
