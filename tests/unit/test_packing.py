@@ -16,7 +16,6 @@ from pellucid.training.common.packing import (
     pad,
     sequences_of,
     split_micro_batches,
-    split_over_ranks,
 )
 from pellucid.types import Prompt, Rollout
 
@@ -64,28 +63,6 @@ def test_split_keeps_groups_together_and_packs_tightly(sequences, max_tokens):
     for micro, following in itertools.pairwise(split):  # the next sequence did not fit
         grown = pack([sequences[row] for row in [*micro, following[0]]], CPU)
         assert grown.num_real_tokens > max_tokens
-
-
-@quick
-@given(batches(), st.integers(1, 5), st.booleans())
-def test_ranks_share_sequences_evenly(sequences, num_ranks, share):
-    shares = split_over_ranks(sequences, num_ranks, share_prompts=share)
-    assert len(shares) == num_ranks
-    assert sorted(itertools.chain(*shares)) == list(range(len(sequences)))
-    parts = [{sequences[row].group for row in rows} for rows in shares]
-    assert sum(map(len, parts)) <= len({s.group for s in sequences}) + num_ranks - 1  # a cut divides one group at most
-    # Half of the longest sequence may lie over either end of a rank's part.
-    longest = max(len(s.prompt_ids) + max(len(s.response_ids), 1) for s in sequences)
-    fed = [sum(max(len(sequences[row].response_ids), 1) for row in rows) for rows in shares]
-    whole = sum(max(len(s.response_ids), 1) + len(s.prompt_ids) for s in sequences)
-    assert max(fed) <= whole / num_ranks + longest
-
-
-def test_one_rank_takes_all_and_more_ranks_than_sequences_leave_some_idle():
-    sequences = [TokenSequence([1, 2], [3], group) for group in range(3)]
-    assert split_over_ranks(sequences, 1, share_prompts=True) == [[0, 1, 2]]
-    assert sorted(map(len, split_over_ranks(sequences, 5, share_prompts=True))) == [0, 0, 1, 1, 1]
-    assert split_over_ranks([], 2, share_prompts=True) == [[], []]
 
 
 def test_no_limit_is_one_micro_batch():
@@ -158,9 +135,9 @@ def test_sequences_of_names_groups_by_prompt():
     a, b = Prompt("a", [1], "a", "t"), Prompt("b", [2, 3], "b", "t")
     rollouts = [Rollout(p, 0, [7, 8], [0.0, 0.0], [0, 0], "stop") for p in (a, b, a)]
     assert sequences_of(rollouts) == [
-        TokenSequence([1], [7, 8], 0),
-        TokenSequence([2, 3], [7, 8], 1),
-        TokenSequence([1], [7, 8], 0),
+        TokenSequence([1], [7, 8], 0, "a sample 0"),
+        TokenSequence([2, 3], [7, 8], 1, "b sample 0"),
+        TokenSequence([1], [7, 8], 0, "a sample 0"),
     ]
 
 
