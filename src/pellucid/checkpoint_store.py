@@ -13,12 +13,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pellucid
+from pellucid import background
 from pellucid.errors import UserError
 from pellucid.rundir import atomic_write, fsync_dir
 
@@ -34,6 +37,7 @@ class CheckpointStore:
     def __init__(self, directory: Path | str, keep: int | None = None) -> None:
         assert keep is None or keep >= 1, "a store that keeps no checkpoint cannot save one"
         self.directory, self.keep = Path(directory), keep
+        self._saving: Future[None] | None = None
 
     def path(self, step: int) -> Path:
         """Return the folder of one step's checkpoint, there or not."""
@@ -59,22 +63,74 @@ class CheckpointStore:
             write: creates the checkpoint's files below the folder it is given.
 
         Raises:
-            UserError: the disk is full; the half-written folder is removed first.
+            UserError: the disk is full (of this checkpoint, or of one that `start` began); the half-written folder is removed first.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.recover()
-        final, temporary = self.path(step), self._beside(step, "tmp")
-        try:
+        temporary = self._temporary(step)
+        with self._removed_on_failure(temporary, step):
             temporary.mkdir()
             write(temporary)
             self._seal(temporary, step)
+        return self._publish(temporary, step)
+
+    def start(self, step: int, start_write: Callable[[Path], Callable[[], None]]) -> None:
+        """Save one checkpoint in the background; until it is complete, `steps` and `latest` do not have it.
+
+        What goes wrong in the background is raised by the next `start`, `save` or `finish`: a program ends with a `finish`.
+
+        Args:
+            step: the training step that the checkpoint follows.
+            start_write: begins to create the checkpoint's files below the folder it is given, from the state of this moment,
+                and returns a function that waits until they are written.
+
+        Raises:
+            UserError: as for `save`.
+        """
+        temporary = self._temporary(step)
+        with self._removed_on_failure(temporary, step):
+            temporary.mkdir()
+            wait = start_write(temporary)
+        self._saving = background.start(lambda: self._complete(temporary, step, wait), "checkpoint")
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that `start` began, if there is one.
+
+        Raises:
+            UserError: the disk is full; the half-written folder is removed, the earlier checkpoints are whole.
+        """
+        if (saving := self._saving) is not None:
+            wait_for([saving])  # apart from `result`: interrupted here, it is still under way
+            self._saving = None
+            saving.result()
+
+    def _temporary(self, step: int) -> Path:
+        """Return the folder to write into, not there yet; nothing else is there that was left half-done."""
+        self.finish()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.recover()
+        return self._beside(step, "tmp")
+
+    @contextmanager
+    def _removed_on_failure(self, temporary: Path, step: int) -> Iterator[None]:
+        """Remove the folder if the block raises, and tell a full disk in the user's terms."""
+        try:
+            yield
         except BaseException as error:
             written, full = _tree_bytes(temporary), _is_full_disk(error, self.directory)
             _discard(temporary)
             if full:
                 raise self._full_disk_error(step, written) from error
             raise
-        replaced = self._beside(step, "replaced")
+
+    def _complete(self, temporary: Path, step: int, wait: Callable[[], None]) -> None:
+        """What the background thread does."""
+        with self._removed_on_failure(temporary, step):
+            wait()
+            self._seal(temporary, step)
+        self._publish(temporary, step)
+
+    def _publish(self, temporary: Path, step: int) -> Path:
+        """Rename a sealed folder into place and prune."""
+        final, replaced = self.path(step), self._beside(step, "replaced")
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)
@@ -226,7 +282,8 @@ def _discard(folder: Path) -> None:
     """Delete a failed checkpoint; emptying its files frees the disk even while the error still holds them open."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            os.truncate(path, 0)
+            with suppress(FileNotFoundError):  # another rank's writer may still be at work
+                os.truncate(path, 0)
     shutil.rmtree(folder, ignore_errors=True)
 
 

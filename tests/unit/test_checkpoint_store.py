@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -68,6 +69,113 @@ def test_a_failed_writer_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="no"):
         store.save(2, broken)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+class BackgroundWriter:
+    """A writer for `start` whose files are there when `let_go` was called; `error` is what its wait raises then."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error, self.folder, self._go = error, None, threading.Event()
+
+    def __call__(self, folder: Path):
+        self.folder = folder
+        writer("begun")(folder)
+        return self.wait
+
+    def wait(self) -> None:
+        assert self._go.wait(60)
+        assert self.folder
+        writer()(self.folder)
+        if self.error:
+            raise self.error
+
+    def let_go(self) -> "BackgroundWriter":
+        self._go.set()
+        return self
+
+
+def test_a_save_in_the_background_shows_once_it_is_complete(tmp_path):
+    store, writing = CheckpointStore(tmp_path, keep=1), BackgroundWriter()
+    store.finish()
+    store.save(1, writer())
+    store.start(2, writing)
+    assert store.steps() == [1]
+    assert writing.folder and (writing.folder / "begun").exists() and not (writing.folder / MANIFEST).exists()
+    writing.let_go()
+    store.finish()
+    assert store.steps() == [2]
+    assert (store.verify(2) / "extra.json").exists()
+    store.finish()
+
+
+@pytest.mark.parametrize("then", ["start", "save"])
+def test_the_next_save_waits_for_the_one_under_way(tmp_path, then):
+    store, first = CheckpointStore(tmp_path), BackgroundWriter()
+    store.start(1, first)
+    threading.Timer(0.05, first.let_go).start()
+    if then == "start":
+        store.start(2, lambda folder: (store.verify(1), BackgroundWriter().let_go()(folder))[1])
+    else:
+        store.save(2, lambda folder: (store.verify(1), writer()(folder))[1])
+    store.finish()
+    assert store.steps() == [1, 2]
+
+
+NEXT = {
+    "finish": lambda store: store.finish(),
+    "save": lambda store: store.save(3, writer()),
+    "start": lambda store: store.start(3, BackgroundWriter().let_go()),
+}
+
+
+@pytest.mark.parametrize("then", NEXT)
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt("no")], ids=repr)
+def test_what_fails_in_the_background_is_raised_by_the_next_call(tmp_path, then, error):
+    store = CheckpointStore(tmp_path)
+    store.save(1, writer())
+    store.start(2, BackgroundWriter(error).let_go())
+    with pytest.raises(type(error), match="no"):
+        NEXT[then](store)
+    store.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+    NEXT[then](store)
+    store.finish()
+    store.verify(store.latest())
+
+
+def test_a_save_that_cannot_start_leaves_nothing(tmp_path):
+    store = CheckpointStore(tmp_path)
+
+    def broken(folder: Path):
+        writer()(folder)
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        store.start(1, broken)
+    assert list(tmp_path.iterdir()) == []
+    store.finish()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux")
+def test_the_background_yields_to_training(tmp_path):
+    priorities = []
+    store = CheckpointStore(tmp_path)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def start(folder: Path):
+        writer()(folder)
+        return lambda: priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+    store.start(1, start)
+    store.finish()
+    assert priorities == [19]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
 
 
 def truncate(path: Path) -> None:
@@ -138,21 +246,31 @@ LOOP = """
     store = CheckpointStore(Path(sys.argv[1]), keep=2)
     store.recover()
     step = store.latest() or 0
+    first = step + 1
     def write(folder):
         (folder / "a").write_bytes(bytes(200_000) + str(step).encode())
         (folder / "sub").mkdir()
         (folder / "sub" / "b").write_text(str(step))
+    def start(folder):
+        write(folder)
+        return lambda: (folder / "late").write_bytes(bytes(200_000))
     while True:
         step += 1
-        store.save(step, write)
-        print(step, flush=True)
+        if sys.argv[2] == "save":
+            store.save(step, write)
+        else:
+            store.start(step, start)  # the one before is complete now
+            if step == first:
+                continue
+        print(step if sys.argv[2] == "save" else step - 1, flush=True)
 """
 
 
-def test_survives_kills_at_random_moments(tmp_path):
+@pytest.mark.parametrize("how", ["save", "start"])
+def test_survives_kills_at_random_moments(tmp_path, how):
     rng, store, announced = random.Random(0), CheckpointStore(tmp_path), 0
     for _ in range(20):
-        child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LOOP), str(tmp_path)], stdout=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LOOP), str(tmp_path), how], stdout=subprocess.PIPE)
         assert child.stdout
         announced = int(child.stdout.readline())
         time.sleep(rng.uniform(0, 0.03))
@@ -196,12 +314,15 @@ def by_safetensors(folder: Path, num_bytes: int) -> None:
     save_file({"weights": torch.zeros(num_bytes // 4)}, folder / "weights")
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("write", [plain, by_torch, by_safetensors])
-def test_full_disk_keeps_the_previous_checkpoint(small_disk, write):
+def test_full_disk_keeps_the_previous_checkpoint(small_disk, write, background):
     store = CheckpointStore(small_disk / "checkpoints")
     store.save(1, lambda folder: write(folder, 1_500_000))
+    if background:
+        store.start(2, lambda folder: lambda: write(folder, 8_000_000))
     with pytest.raises(UserError) as caught:
-        store.save(2, lambda folder: write(folder, 8_000_000))
+        store.finish() if background else store.save(2, lambda folder: write(folder, 8_000_000))
     assert "disk is full" in caught.value.reason
     assert "checkpoint of step 1 is whole" in caught.value.reason
     assert "bytes) are free" in caught.value.reason

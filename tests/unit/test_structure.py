@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "pellucid"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 120
 
-BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "rundir", "rollout_dump", "checkpoint_store"}
+BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "rundir", "rollout_dump", "checkpoint_store", "background"}
 """The modules beside the rooms; all of them may use each other."""
 ROOMS_BELOW_CLI = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "controller", "profiler", "metrics"}
 MAY_IMPORT = {
@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "data": {"errors", "types", "plugins", "tasks", "config.schema"},
     "reward": {"errors", "types", "plugins", "tasks"},
     "metrics": {"errors", "console", "rundir"},
-    "training": {"errors", "types"},
+    "training": {"errors", "types", "background"},
     "roles": {"errors", "types", "seeding", "training", "algo", "config.schema"},
     "rollout": {"errors", "types", "seeding", "training"},  # training: the native engine runs on the actor's own model
     "controller": BASE | ROOMS_BELOW_CLI,
