@@ -126,8 +126,8 @@ _DEFINITIONS = [
     Metric("batch/num_groups_dropped", "groups", "Groups left out of the update because their samples carry no signal."),
     Metric("batch/num_gen_batches", "batches", "Generation batches drawn to fill the step."),
     Metric("batch/packing_efficiency", "fraction", "Real tokens over token slots in the packed micro-batches."),
-    Metric("batch/rank_imbalance_before", "1", "Tokens of the longest rank over the ranks' mean, were a mini-batch split in batch order; with several ranks only."),
-    Metric("batch/rank_imbalance_after", "1", "The same with the split that was used (`trainer.balance_batch`)."),
+    Metric("batch/rank_imbalance_before", "1", "Longest rank's tokens over the mean, had each rank as many samples in batch order."),
+    Metric("batch/rank_imbalance_after", "1", "The same with the split that was used (`trainer.balance_batch`); both with several ranks only."),
 ]
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DEFINITIONS}
 assert len(METRICS) == len(_DEFINITIONS), "a metric is defined twice"
