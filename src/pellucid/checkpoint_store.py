@@ -55,6 +55,11 @@ class CheckpointStore:
         """
         return steps[-1] if (steps := self.steps()) else None
 
+    def latest_since(self, time_ns: int) -> Path | None:
+        """Return the checkpoint saved last, verified, if it was saved after `time_ns` (as `time.time_ns`); else None."""
+        latest = self.latest()
+        return None if latest is None or _saved_at(self.path(latest)) < time_ns else self.verify(latest)
+
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Save one checkpoint and prune the oldest; whatever goes wrong, the earlier ones stay whole.
 

@@ -37,6 +37,10 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+"""Environment of processes that train in another thread than the main one: `keep_freed_memory` acts on the main arena alone."""
+
+
 def count(kind: str) -> int:
     """Return how many devices of a kind (`cuda`, `npu`) this machine has."""
     module = torch.cuda if kind == "cuda" else torch.npu  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +70,33 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
 def _train(
     config: RunConfig, resolved_yaml: str, run_dir: RunDir, inputs: Inputs, checkpoint: Path | None, done: int
 ) -> None:
+    """Train, and after a rank failed as often again from the last checkpoint as `trainer.max_restarts` allows."""
+    from pellucid.checkpoint_store import CheckpointStore
+    from pellucid.controller.checkpointing import checkpoint_step
+    from pellucid.controller.placement.failures import RankFailedError
+
+    started_ns = time.time_ns()
+    for restarts_left in reversed(range(config.trainer.max_restarts + 1)):
+        try:
+            _train_once(config, resolved_yaml, run_dir, inputs, checkpoint, done)
+            break
+        except RankFailedError as error:
+            latest = CheckpointStore(run_dir.checkpoints).latest_since(started_ns)
+            if latest is not None:
+                checkpoint, done = latest, checkpoint_step(latest)
+            left = f"the last checkpoint is of step {done}" if checkpoint else "there is no checkpoint yet"
+            error_console.print(f"{error}\n{left}.", style="red", markup=False)
+            if not restarts_left:
+                again = "Start the same command again to continue from there" if checkpoint else "Mend the cause and start again"
+                error_console.print(f"{again}, or let trainer.max_restarts do it.", style="red", markup=False)
+                sys.exit(1)
+            console.print(f"restarting from {checkpoint or 'the beginning'} ({restarts_left} restarts left)", markup=False)
+    _summary(run_dir)
+
+
+def _train_once(
+    config: RunConfig, resolved_yaml: str, run_dir: RunDir, inputs: Inputs, checkpoint: Path | None, done: int
+) -> None:
     from pellucid.controller.build import build_run
     from pellucid.controller.checkpointing import restore
     from pellucid.controller.loop import train
@@ -95,7 +123,6 @@ def _train(
         run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
         with _recorded_exit(run):
             train(run)
-    _summary(run_dir)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def saves_finished(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        if hasattr(run.store, 'finish'): run.store.finish()
+        run.store.finish()
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def progress_kept(run: Run, step: int) -> Iterator[None]:
         yield
     except UserError:
         done = step - 1
-        if hasattr(run.store, 'finish'): run.store.finish()
+        run.store.finish()
         if step > run.first_step and done not in run.store.steps():
             run.loader.load_state_dict(position)
             save_checkpoint(run, done)

@@ -445,6 +445,7 @@ def _make_engine(
         dtype=compute.dtype,
         sharding=sharding,
         without_adapters=without_adapters,
+        balance_ranks=compute.balance_ranks,
     )
 
 

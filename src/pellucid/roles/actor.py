@@ -219,6 +219,8 @@ class Actor(Role):
         scores = result.scores.map(torch.Tensor.cpu)
         terms, metrics = self._token_losses(batch, list(range(len(batch))), width, scores, selected)
         assert scores.entropy is not None
+        if (balance := result.balance) is not None:
+            metrics |= {"batch/rank_imbalance_before": balance.before, "batch/rank_imbalance_after": balance.after}
         return {name: float((value * weights).sum()) for name, value in terms.items()} | {
             **{name: float(value) for name, value in metrics.items()},
             "actor/entropy": float(masked_mean(scores.entropy, batch.mask[:, :width])),

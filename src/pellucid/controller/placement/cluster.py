@@ -110,7 +110,12 @@ class Cluster:
         strategy = PlacementGroupSchedulingStrategy(
             self._groups[pool.name], placement_group_bundle_index=rank // pool.ranks_per_node
         )
-        options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": strategy, "max_restarts": 0}
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "scheduling_strategy": strategy,
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": devices.ONE_ARENA},
+        }
         if self.device == "cuda":
             options["num_gpus"] = 1
         elif self.device == "npu":

@@ -62,6 +62,8 @@ class WorkerGroup:
         self._poll_s = max(POLL_S, len(members) / RANKS_POLLED_A_SECOND)
         self._places: list[tuple[str, int]] = []
         """Host and process id of each rank."""
+        self._busy = False
+        """Whether a call was sent out and has not come back."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -114,6 +116,7 @@ class WorkerGroup:
     def _wait(self, what: str, calls: list[Any], on_done: Callable[[int], None] | None) -> list[Any]:
         """Return all results; a rank that fails or stalls ends the wait for the others."""
         results: dict[Any, Any] = {}
+        self._busy = True
         seen: list[Progress | None] = []
         moved_at = time.monotonic()
         while len(results) < len(calls):
@@ -135,6 +138,7 @@ class WorkerGroup:
             waited_s = time.monotonic() - moved_at
             if self._stall_timeout_s is not None and waited_s > self._stall_timeout_s:
                 self._raise_stalled(what, waited_s, progress, [call in results for call in calls])
+        self._busy = False
         return [results[call] for call in calls]
 
     def _raise_first(self, calls: list[Any]) -> NoReturn:
@@ -215,11 +219,9 @@ class WorkerGroup:
             self._signal(index, signal.SIGKILL)  # a stopped process obeys nothing else
 
     def close(self) -> None:
-        """Let the ranks leave their process group and end them."""
-        try:
+        """Let the ranks leave their process group and end them; those that are in the middle of a call end at once."""
+        if not self._busy:
             self.ask("leave")
-        except RankFailedError:
-            return  # the run has reported it
         self.kill()
 
 
