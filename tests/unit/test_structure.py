@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "roles": {"errors", "types", "seeding", "training", "algo", "config.schema"},
     "rollout": {"errors", "types", "seeding", "training"},  # training: the native engine runs on the actor's own model
     "controller": BASE | ROOMS_BELOW_CLI,
-    "cli": BASE | ROOMS_BELOW_CLI,
+    "doctor": BASE | ROOMS_BELOW_CLI,
+    "cli": BASE | ROOMS_BELOW_CLI | {"doctor"},
     **dict.fromkeys(BASE, BASE),
 }
 """room → other rooms, modules beside them, or `room.module`, that it may import; the table of the architecture page."""
@@ -165,7 +166,7 @@ def test_the_config_room_imports_no_torch():
     assert not {"torch", "transformers", "numpy"} & modules
 
 
-@pytest.mark.parametrize("command", [["train"], ["sft"], ["config", "check"]])
+@pytest.mark.parametrize("command", [["train"], ["sft"], ["config", "check"], ["doctor"]])
 def test_a_config_error_is_reported_without_torch(command, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("data: {train_size: 3}\n")

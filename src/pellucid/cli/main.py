@@ -105,6 +105,26 @@ def export(
 app.command("rollouts")(rollouts_command)
 
 
+@app.command()
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="The recipe to be run; without one the machine alone is looked at.")
+    ] = None,
+    overrides: Overrides = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Start a Ray cluster, even if the recipe asks for none: about 15 seconds.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine before a run: devices, memory, versions, disk, ports, Ray; status 1 if there is a problem.
+
+    [bold]pellucid doctor recipes/demo.yaml trainer.placement=ray trainer.n_gpus_per_node=2[/bold]
+    """
+    from pellucid.cli.doctor import run_doctor
+
+    run_doctor(recipe, overrides or [], start_ray=ray, as_json=as_json)
+
+
 def _version(show: bool) -> None:
     if show:
         typer.echo(f"pellucid {pellucid.__version__}")

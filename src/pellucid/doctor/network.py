@@ -1,0 +1,110 @@
+"""Checks of what processes and machines need to find and talk to each other: ports, the host name, limits on their number."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+from pellucid.doctor.findings import Finding
+from pellucid.doctor.machine import process_limits
+
+_RAY_PORT = 6379
+_OPEN_FILES = 4096
+"""Below this Ray warns of failing connections."""
+_CLUSTER_THREADS, _RANK_THREADS = 200, 64
+"""Threads of a one-machine cluster and of a rank: 160 and 24 were counted with two cores, before any model computes."""
+
+
+def check_rendezvous_port(port: int) -> Finding:
+    """Check that the ranks can meet on a port of this machine."""
+    with socket.socket() as listener:
+        # As torch does: a port in its last minute after use is free, one that is listened on is not.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            found = f"{port} cannot be used ({error.strerror}){_holder(port)}"
+            remedy = "Set trainer.rendezvous_port to a free port above 1023, or to null to have one picked."
+            return Finding("rendezvous port", found, "problem", remedy)
+    return Finding("rendezvous port", f"{port} is free on this machine")
+
+
+def check_ray_port(port: int = _RAY_PORT) -> Finding:
+    """Look for a cluster that already runs on this machine, whose devices a second one would share unknowingly."""
+    with socket.socket() as client:
+        client.settimeout(1)
+        taken = client.connect_ex(("127.0.0.1", port)) == 0
+    if not taken:
+        return Finding("ray port", f"nothing listens on {port}")
+    found = f"{port} is taken{_holder(port)}: a Ray cluster may be running here"
+    remedy = (
+        "Join it with trainer.ray_address: auto, or end it with `ray stop`; two clusters count the same devices twice."
+    )
+    return Finding("ray port", found, "warning", remedy)
+
+
+def _holder(port: int) -> str:
+    """Return the process that listens on a port, as far as this user may know."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return ""
+    listening = (each for each in connections if each.status == psutil.CONN_LISTEN and each.pid)
+    return next((f" by process {each.pid}" for each in listening if each.laddr and each.laddr.port == port), "")
+
+
+def check_host_name() -> Finding:
+    """Check that this machine's name leads to an address where other machines reach it."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        found, remedy = f"'{name}' has no address ({error.strerror})", f"Add '{name}' to /etc/hosts: ranks look it up."
+        return Finding("host name", found, "warning", remedy)
+    if ipaddress.ip_address(address).is_loopback:
+        found = f"'{name}' is {address}, where other machines cannot reach it"
+        remedy = (
+            "Let /etc/hosts give it the address of the network card, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+        )
+        return Finding("host name", found, "warning", remedy)
+    return Finding("host name", f"{name}, {address}")
+
+
+def check_open_files() -> Finding:
+    """Check how many files and connections a process may have open; Ray raises the soft limit by itself."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{_limit(soft)}, at most {_limit(hard)}"
+    if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
+        remedy = (
+            f"Raise it to {2 * _OPEN_FILES}: ulimit -Hn, /etc/security/limits.conf, or docker run --ulimit nofile=…"
+        )
+        return Finding("open files", f"{found}; Ray needs {_OPEN_FILES}", "warning", remedy)
+    return Finding("open files", found)
+
+
+def check_processes(num_ranks: int) -> Finding:
+    """Check how many processes and threads this user and this container may have.
+
+    Args:
+        num_ranks: ranks on this machine.
+    """
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = [*([] if soft == resource.RLIM_INFINITY else [soft]), *process_limits()]
+    if not limits:
+        return Finding("processes", "no limit")
+    needed, found = _CLUSTER_THREADS + num_ranks * _RANK_THREADS, f"at most {min(limits)} processes and threads"
+    if min(limits) < needed:
+        found += f"; {num_ranks} rank{'s' * (num_ranks > 1)} and Ray start about {needed}"
+        remedy = "Raise ulimit -u, or the container's limit (docker run --pids-limit)."
+        return Finding("processes", found, "warning", remedy)
+    return Finding("processes", found)
+
+
+def _limit(value: int) -> str:
+    return "no limit" if value < 0 else str(value)

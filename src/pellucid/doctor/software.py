@@ -1,0 +1,143 @@
+"""Checks of what is installed: Python, the packages this one depends on, and torch's build against the GPU driver.
+
+The ranges of versions are the package's own metadata, so they are written down once, in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from pellucid.config import RunConfig
+from pellucid.doctor.findings import Finding, Status
+
+_PACKAGE = "pellucid"
+_SHOWN = ("torch", "transformers", "ray", "peft", "vllm", "sglang")
+_NVIDIA_GPUS, _NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
+
+
+def check_python() -> Finding:
+    """Check the interpreter's version."""
+    metadata = importlib.metadata.metadata(_PACKAGE)
+    wanted, found = metadata["Requires-Python"], platform.python_version()
+    if SpecifierSet(wanted).contains(found, prereleases=True):
+        return Finding("python", found)
+    remedy = f"Make a virtual environment of Python {wanted}."
+    return Finding("python", f"{found}, and {wanted} is needed", "problem", remedy)
+
+
+def needed_extras(config: RunConfig) -> set[str]:
+    """Return the extras of the package that a recipe uses."""
+    trainer, data = config.trainer, config.data
+    sources = [data.train_files, data.val_files or []]
+    files = [file for source in sources for file in ([source] if isinstance(source, str) else source)]
+    extras = {name for name in trainer.logger if name not in ("console", "tensorboard")}
+    if trainer.placement == "ray":
+        extras.add("ray")
+    if config.actor_rollout_ref.model.lora_rank:
+        extras.add("lora")
+    if any(file.startswith("task:reasoning_gym") for file in files):
+        extras.add("reasoning-gym")
+    return extras
+
+
+def check_packages(extras: set[str], package: str = _PACKAGE) -> Iterator[Finding]:
+    """Check every requirement of the package, and of its extras as far as they are installed.
+
+    Args:
+        extras: those that must be installed.
+        package: the distribution whose requirements are checked.
+    """
+    versions = ((name, _version(name)) for name in _SHOWN)
+    yield Finding("packages", ", ".join(f"{name} {version or 'not installed'}" for name, version in versions))
+    for extra, requirement in _requirements(package):
+        found, needed = _version(requirement.name), not extra or extra in extras
+        if found is None and needed:
+            what = f"{package}[{extra}]" if extra else package
+            yield Finding(requirement.name, "not installed, and needed", "problem", f"pip install '{what}'")
+        elif found is not None and not requirement.specifier.contains(found, prereleases=True):
+            status: Status = "problem" if needed else "warning"
+            remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+            yield Finding(requirement.name, f"{found}, and {requirement.specifier} is needed", status, remedy)
+
+
+def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
+    """Yield the requirements that hold on this machine, each with its extra; empty for none."""
+    names = importlib.metadata.metadata(package).get_all("Provides-Extra") or []
+    for text in importlib.metadata.requires(package) or []:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}):
+            yield "", requirement
+        else:
+            yield from ((name, requirement) for name in names if name != "dev" and marker.evaluate({"extra": name}))
+
+
+def is_installed(module: str) -> bool:
+    """Tell whether a module can be imported, without doing so."""
+    return importlib.util.find_spec(module) is not None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_torch_build(device: str) -> Finding:
+    """Check that torch can use the NVIDIA GPUs that are in the machine.
+
+    Args:
+        device: `trainer.device`; with auto the run falls back to the CPU, which is worth a warning.
+    """
+    import torch
+
+    num_gpus = len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
+    driver = re.search(r"Module\s+([\d.]+)", _NVIDIA_DRIVER.read_text()) if _NVIDIA_DRIVER.is_file() else None
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    found = f"{build}; NVIDIA driver {driver[1] if driver else 'not found'}"
+    if not num_gpus or device not in ("auto", "cuda"):
+        return Finding("torch build", found)
+    status: Status = "problem" if device == "cuda" else "warning"
+    if not torch.version.cuda:
+        found += f", {num_gpus} NVIDIA GPU{'s' * (num_gpus > 1)}"
+        return Finding("torch build", found, status, "Install a CUDA build of torch, or set trainer.device: cpu.")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        found += f": {str(caught[-1].message).split('. ')[0]}" if caught else ": CUDA cannot be used"
+        remedy = "Update the driver, or install a torch build for its CUDA version."
+        return Finding("torch build", found, status, remedy)
+    if unsupported := _unsupported_gpus():
+        found += f", and no code for {unsupported}"
+        return Finding("torch build", found, "problem", "Install a torch build that has code for this GPU.")
+    return Finding("torch build", found)
+
+
+def _unsupported_gpus() -> str:
+    """Return the visible GPUs that torch was not compiled for, with their architectures; empty when there are none."""
+    import torch
+
+    # Code for 8.0 runs on 8.6, PTX of 8.0 is compiled for anything later.
+    archs = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", arch) for arch in torch.cuda.get_arch_list()]
+    built = [(match[1], int(match[2]), int(match[3])) for match in archs if match]
+    missing = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if not any(
+            (major == built_major and minor >= built_minor)
+            or (kind == "compute" and (major, minor) >= (built_major, built_minor))
+            for kind, built_major, built_minor in built
+        ):
+            missing.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+    return ", ".join(dict.fromkeys(missing))

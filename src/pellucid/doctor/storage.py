@@ -1,0 +1,136 @@
+"""Checks of where a run writes: its folder, the folder for temporary files, and shared memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from pellucid.checkpoint_store import CheckpointStore
+from pellucid.config import RunConfig
+from pellucid.doctor.findings import Finding, size
+from pellucid.doctor.machine import Machine
+from pellucid.rundir import RunDir
+
+_TEMP_BYTES = 2**30
+"""Room that logs, sockets and compiled kernels of one run fit into with ease."""
+_RAY_FULL = 0.95
+"""Ray stops writing objects to a disk that is fuller than this."""
+_LONGEST_SOCKET, _RAY_SOCKET = 107, len("/ray/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store")
+"""Bytes that the system allows in a socket's name, and those that Ray adds to the folder's."""
+_RAY_STORE_SHARE, _RAY_STORE_BYTES = 0.3, 10**10
+"""Ray's object store takes this share of the memory; below so many bytes it moves to the disk if shared memory is too small."""
+_NCCL_BYTES = 2**30
+_PLENTY = 100
+"""Checkpoints that a disk may have room for without a word about their number."""
+_SHARED_FILE_SYSTEMS = re.compile(r"(fuse\.)?(nfs4?|lustre|gpfs|beegfs|ceph|glusterfs|cifs|smb3|wekafs|9p|virtiofs)")
+
+
+def _existing(path: Path) -> Path:
+    """Return the path itself, or the nearest one above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if os.path.lexists(place))
+
+
+def check_run_directory(config: RunConfig, checkpoint_bytes: int | None) -> Finding:
+    """Check that the run's folder can be written, and has room for the checkpoints that the recipe keeps.
+
+    Args:
+        config: a checked config.
+        checkpoint_bytes: size of one checkpoint; None when the model's files are not at hand.
+    """
+    run_dir = RunDir(config.trainer.default_local_dir)
+    folder = _existing(run_dir.path)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        remedy = "Set trainer.default_local_dir to another folder."
+        return Finding("run directory", f"{folder} cannot be written to ({error.strerror})", "problem", remedy)
+    free = shutil.disk_usage(folder).free
+    found = f"{run_dir.path}: {size(free)} free"
+    if checkpoint_bytes is None:
+        return Finding("run directory", f"{found}; the size of a checkpoint is not known")
+    more, room = _checkpoints_to_come(config, run_dir), free // checkpoint_bytes
+    if more is None:
+        found += f", room for {room} checkpoints of {size(checkpoint_bytes)}; every one is kept"
+        if room >= _PLENTY:
+            return Finding("run directory", found)
+        return Finding("run directory", found, "warning", "Set trainer.max_actor_ckpt_to_keep, e.g. to 2.")
+    found += f"; {more} × {size(checkpoint_bytes)} = {size(more * checkpoint_bytes)} for checkpoints"
+    if more > room:
+        remedy = (
+            "Free some space, lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir to a larger disk."
+        )
+        return Finding("run directory", found, "problem", remedy)
+    return Finding("run directory", found)
+
+
+def _checkpoints_to_come(config: RunConfig, run_dir: RunDir) -> int | None:
+    """Return how many more checkpoints must fit at once; None when all are kept and nothing says how many there will be."""
+    trainer, there = config.trainer, len(CheckpointStore(run_dir.checkpoints).steps())
+    steps, keep = trainer.total_training_steps, trainer.max_actor_ckpt_to_keep
+    saved = 1 if trainer.save_freq < 1 else math.inf if steps is None else math.ceil(steps / trainer.save_freq)
+    # A checkpoint is written whole before the oldest is deleted: one more than is kept must fit.
+    most = min(saved, math.inf if keep is None else keep + 1)
+    return None if most == math.inf else max(1, int(most) - there)
+
+
+def check_shared_folder(config: RunConfig) -> Finding:
+    """Check that the machines of a run see its folder, by the kind of file system it is on."""
+    folder = _existing(Path(config.trainer.default_local_dir)).resolve()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next((mounts[place] for place in (folder, *folder.parents) if place in mounts), "unknown")
+    found = f"{folder} is on {kind}"
+    if _SHARED_FILE_SYSTEMS.fullmatch(kind):
+        return Finding("shared folder", found)
+    remedy = (
+        "Set trainer.default_local_dir to a folder that all share: each rank writes its part of a checkpoint there."
+    )
+    return Finding("shared folder", f"{found}, which the other machines may not see", "warning", remedy)
+
+
+def check_temp_folder(with_ray: bool) -> Finding:
+    """Check the folder for temporary files, where Ray keeps its logs and the objects that do not fit into memory."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        return Finding("temporary files", str(error), "problem", "Set TMPDIR to a folder that can be written.")
+    usage = shutil.disk_usage(folder)
+    found, remedy = f"{folder}: {size(usage.free)} free", "Free some space, or set TMPDIR to a larger disk."
+    if with_ray and len(os.fsencode(folder)) + _RAY_SOCKET > _LONGEST_SOCKET:
+        found += f"; the names of Ray's sockets there would be longer than {_LONGEST_SOCKET} bytes"
+        return Finding("temporary files", found, "problem", "Set TMPDIR to a shorter path, e.g. /tmp.")
+    if with_ray and usage.free < (1 - _RAY_FULL) * usage.total:
+        found += f" of {size(usage.total)}; Ray moves nothing to a disk that is {_RAY_FULL:.0%} full"
+        return Finding("temporary files", found, "warning", remedy)
+    if usage.free < _TEMP_BYTES:
+        return Finding("temporary files", found, "warning", remedy)
+    return Finding("temporary files", found)
+
+
+def check_shared_memory(machine: Machine, num_ranks: int, step_bytes: int) -> Finding:
+    """Check the shared memory, through which Ray's processes and NCCL hand on data.
+
+    Args:
+        machine: what is there.
+        num_ranks: ranks on this machine.
+        step_bytes: what one step puts there.
+    """
+    name, free = "shared memory", machine.free_shared_bytes
+    if free is None:
+        return Finding(name, "none, so Ray takes the disk")
+    found, store = f"{size(free)} free", min(int(_RAY_STORE_SHARE * machine.free_memory_bytes), _RAY_STORE_BYTES)
+    enough = math.ceil(max(store, 2 * step_bytes, 2 * _NCCL_BYTES) / 2**30)
+    remedy = f"Enlarge it: docker run --shm-size={enough}g; in Kubernetes an emptyDir with medium: Memory at /dev/shm."
+    if machine.kind == "cuda" and num_ranks > 1 and free < _NCCL_BYTES:
+        return Finding(name, f"{found}; NCCL fails with less than about {size(_NCCL_BYTES)}", "problem", remedy)
+    if free < step_bytes:
+        return Finding(name, f"{found}; the samples of one step take up to {size(step_bytes)}", "warning", remedy)
+    if free < store:
+        return Finding(name, f"{found}; Ray asks for {size(store)} and falls back to the disk", "warning", remedy)
+    return Finding(name, found)
