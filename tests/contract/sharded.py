@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
 from pellucid.training.checkpoint import gather_into, gathered_state, gathered_tensors
+from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.lora import add_lora, lora_layers, state_tensors
 from pellucid.training.common.models import (
@@ -47,6 +48,7 @@ class Setup:
     grad_clip: float = 1e9
     dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
+    balance_ranks: bool = True
 
 
 def tokens(length: int, seed: int) -> list[int]:
@@ -96,7 +98,15 @@ def make_engine(setup: Setup, model: PreTrainedModel | None = None) -> FsdpEngin
     named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     optimizer = ScheduledAdamW(named, Schedule(setup.lr, 0, 100), 0.01, (0.9, 0.999), setup.grad_clip)
     cut = MicroBatching(setup.max_tokens, None)
-    return FsdpEngine(model, optimizer, cut, device=CPU, dtype=setup.dtype, sharding=sharding)
+    return FsdpEngine(
+        model,
+        optimizer,
+        cut,
+        device=CPU,
+        dtype=setup.dtype,
+        sharding=sharding,
+        balance_ranks=setup.balance_ranks,
+    )
 
 
 def make_head(setup: Setup, engine: FsdpEngine) -> TokenHead:
@@ -191,6 +201,11 @@ def run_broken(setup: Setup, where: Literal["loss", "gradient"]) -> Any:
     result = engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
     unchanged = all(torch.equal(before[name], after[name]) for name in before)
     return caught, unchanged, engine.version, (result.loss, result.grad_norm)
+
+
+def rank_balance(setup: Setup) -> RankBalance | None:
+    """Return how even an update's tokens were over the ranks."""
+    return make_engine(setup).train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss).balance
 
 
 def save_now(setup: Setup, folder: Path) -> State:

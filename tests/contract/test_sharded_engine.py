@@ -90,6 +90,7 @@ VARIANTS = {
     "clipped": (4, Setup(grad_clip=0.5)),
     "unlike-numbers-of-micro-batches": (4, Setup(max_tokens=29)),
     "fewer-sequences-than-ranks": (4, Setup(num_sequences=3)),
+    "batch-order": (2, Setup(balance_ranks=False)),
     "one-sequence": (2, Setup(num_sequences=1)),
 }
 
@@ -106,6 +107,18 @@ def test_variants_agree_with_one_process(ranks, plan, variant):
 def test_meshes_agree_with_one_process(ranks, plan, options):
     setup = Setup(replace(plan, **options))
     assert_agree(ranks.run(4, sharded.run_updates, setup), sharded.run_updates(Setup()))
+
+
+def test_an_update_tells_how_even_the_ranks_were(ranks, plan):
+    # Tokens fed by whole groups: 7 + 8 + 0 + 5 = 20, 3 + 16 = 19 and 12 + 3 + 10 + 0 + 11 = 36. Four samples each in batch
+    # order are 49 and 45 tokens; whole groups 39 and 36.
+    for balance, after in [(True, 39 / 37.5), (False, 49 / 47)]:
+        setup = Setup(plan, balance_ranks=balance)
+        for found in ranks.run(2, sharded.rank_balance, setup):
+            assert found is not None
+            assert (found.before, found.after) == pytest.approx((49 / 47, after))
+    assert ranks.run(1, sharded.rank_balance, Setup(plan)) == [None]
+    assert sharded.rank_balance(Setup()) is None
 
 
 def test_a_rank_holds_its_share_only(ranks, plan):

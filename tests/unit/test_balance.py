@@ -129,6 +129,18 @@ def test_a_group_is_divided_where_that_is_worth_its_prompt():
     assert num_parts(dear, shares) == 2
 
 
+def test_the_group_whose_prompt_costs_least_is_divided():
+    sequences = group_of(0, 1, [2, 5]) + group_of(1, 41, [0]) + group_of(2, 32, [4, 2])
+    shares = split_over_ranks(sequences, 2, share_prompts=True)
+    assert loads(sequences, shares) == [44, 44]  # 41 + (1 + 2) and 38 + (1 + 5)
+
+
+def test_batch_order_is_kept_where_nothing_better_is_found():
+    sequences = group_of(0, 37, [4, 4]) + group_of(1, 3, [5]) + group_of(2, 28, [5])
+    shares = split_over_ranks(sequences, 3, share_prompts=True)
+    assert loads(sequences, shares) == [41, 41, 41]
+
+
 def test_fewer_groups_than_ranks_divides_the_costliest():
     sequences = group_of(0, 10, [100] * 4) + group_of(1, 10, [40, 40])
     shares = split_over_ranks(sequences, 3, share_prompts=True)
