@@ -38,6 +38,8 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.timeline = self.path / "timeline"
+        self.logs = self.path / "logs"
+        self.log = self.logs / "controller.log"
         self._lock: IO[str] | None = None
 
     @classmethod

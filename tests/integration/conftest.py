@@ -115,5 +115,6 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder; the lock file is no content."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    """Return every file below a folder; the lock and the log, which has every start, are no content."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "controller.log"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
