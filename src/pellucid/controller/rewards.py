@@ -59,12 +59,12 @@ class Rewards:
             "reward/time_s": stats.time_s,
         }
 
-    def score_validation(self, rollouts: list[Rollout]) -> None:
+    def score_validation(self, rollouts: list[Rollout], on_done: Callable[[int], None] | None = None) -> None:
         """Score held-out answers: by the rule alone where there is one, so that accuracy means what it says."""
         if self.config.rule_weight:
-            self.scorer.score(rollouts)
+            self.scorer.score(rollouts, on_done and (lambda _: on_done(1)))
         else:
-            self._add_model_scores(rollouts, None)
+            self._add_model_scores(rollouts, on_done)
 
     def _score_by_rule_and_model(self, rollouts: list[Rollout], start: StartStage, step: int) -> ScoreStats:
         stats = ScoreStats()

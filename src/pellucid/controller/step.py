@@ -39,12 +39,14 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             batch = make_batch(run, rollouts, step)
         metrics |= batch_metrics(batch)
         compute_experience(run, batch, step)
+        run.display.stage(Stage.ADVANTAGE)
         with run.spans.span(Stage.ADVANTAGE, step=step):
             metrics |= compute_advantages(run, batch, step)
         gap = correct_mismatch(run, batch, step)
         metrics |= staleness_metrics(run, batch)
         metrics |= update(run, batch, step)
         # The native engine reads the actor's own weights, so this costs nothing; other engines copy here.
+        run.display.stage(Stage.WEIGHT_SYNC)
         with run.spans.span(Stage.WEIGHT_SYNC, step=step):
             run.rollout_engine.sync_weights()
         metrics |= gap or policy_gap_metrics(run, batch, step)
@@ -119,6 +121,7 @@ def correct_mismatch(run: Run, batch: Batch, step: int) -> dict[str, float]:
     if not run.corrects:
         return {}
     assert run.correction is not None and batch.old_logp is not None
+    run.display.stage(Stage.CORRECTION)
     with run.spans.span(Stage.CORRECTION, step=step):
         correction = correct(batch.old_logp, batch.rollout_logp, batch.mask, run.correction)
     if run.config.algorithm.rollout_is:

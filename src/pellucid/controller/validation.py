@@ -21,7 +21,8 @@ def validate(run: Run, *, step: int) -> dict[str, float]:
     with run.spans.span(Stage.VALIDATE, step=step):
         rollouts = answer(
             run.validation_engine,
-            run.rewards.score_validation,
+            # Answers are what is counted; their scores only say that validation goes on.
+            lambda rollouts: run.rewards.score_validation(rollouts, lambda _: advance(0)),
             run.val_prompts,
             validation_sampling(config),
             batch_size=run.config.data.val_batch_size,

@@ -1,7 +1,7 @@
 """What a run shows while it trains: one compact line a finished step and, on a terminal, live progress with time left.
 
 The loop opens a `StepDisplay`, names each stage as it begins and hands over each step's metrics; where standard output
-is not a terminal (CI logs, files) only the lines of finished steps are printed.
+is not a terminal (CI logs, files) only the lines of finished steps are printed. The watchdog hears of progress from here.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ _LINE: list[tuple[str, str, str]] = [
 ]
 
 
+OnProgress = Callable[[str, int, int | None, int], object]
+"""Told of a stage's name, its finished and all of its units (None: not counted), and the last finished step."""
+
+
 class StepDisplay:
     """Progress over the steps of a run and over the stage in hand; use as a context manager."""
 
-    def __init__(self, total_steps: int, first_step: int = 0) -> None:
-        """Show `total_steps` of which `first_step` were done before this process began."""
+    def __init__(self, total_steps: int, first_step: int = 0, on_progress: OnProgress | None = None) -> None:
+        """Show `total_steps` of which `first_step` were done before this process began; tell `on_progress` of all progress."""
         self._total, self._first, self._began = total_steps, first_step, time.monotonic()
+        self._last_step, self._on_progress = first_step, on_progress
         self._progress: Progress | None = None
         self._steps_bar = self._stage_bar = TaskID(0)
         if console.is_terminal:
@@ -54,15 +59,28 @@ class StepDisplay:
             self._progress.stop()
 
     def stage(self, name: str, total: int | None = None, info: str = "") -> Callable[[int], None]:
-        """Begin a stage of `total` units and return `advance(n)`; the next stage takes its place."""
-        bar = self._progress
-        if bar is None:
-            return lambda count: None
-        bar.reset(self._stage_bar, total=total, description=f"  {name}", visible=True, info=info)
-        return lambda count: bar.advance(self._stage_bar, count)
+        """Begin a stage of `total` units and return `advance(n)`; the next stage takes its place.
+
+        `advance(0)` says that the stage is at work though no unit is finished.
+        """
+        bar, done = self._progress, 0
+        if bar is not None:
+            bar.reset(self._stage_bar, total=total, description=f"  {name}", visible=True, info=info)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if self._on_progress is not None:
+                self._on_progress(name, done, total, self._last_step)
+            if bar is not None and count:
+                bar.advance(self._stage_bar, count)
+
+        advance(0)
+        return advance
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Print the finished step's line and move the run's bar."""
+        self._last_step = step
         done = step - self._first
         left_s = (time.monotonic() - self._began) / done * (self._total - step) if done > 0 else None
         console.print(step_line(step, self._total, metrics, left_s), markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 from pellucid.types import Prompt, Rollout
 
 Progress = Callable[[int], None]
-"""Called with the number of responses just finished."""
+"""Called with the number of responses just finished; 0 says that decoding goes on."""
 
 
 @dataclass(slots=True)
