@@ -28,6 +28,7 @@ from pellucid.controller.placement.wire import Ragged, SampledRollouts, SharedTe
 from pellucid.controller.placement.worker import Outcome, Progress
 from pellucid.controller.step import train_step
 from pellucid.controller.step_metrics import speed_metrics
+from pellucid.controller.watchdog import Watchdog
 from pellucid.metrics.trackers import Trackers
 from pellucid.rundir import RunDir
 
@@ -150,7 +151,7 @@ def measure(num_ranks: int, prompts: int, tokens: int, *, dump: bool, steps: int
         inputs = building.load_inputs(config)
         placement = StubPlacement(num_ranks, tokens)
         building.place_roles = lambda *_: placement
-        run = building.build_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1)
+        run = building.build_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1, Watchdog(None, lambda stall: None))
         train_step(run, 1)
         speed_metrics(run, 1.0)
         before, puts, put_bytes = own_bytes(), placement.store.num_puts, placement.store.put_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pellucid.config import RunConfig, load_config
-from pellucid.console import console, error_console, notice
+from pellucid.console import console, error_console, log_to, notice
 from pellucid.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
 
     Raises:
         UserError: anything wrong with the recipe, the data or a checkpoint.
-        SystemExit: 128 + n when a signal stopped the run, 1 when NaN or Inf did.
+        SystemExit: 128 + n when a signal stopped the run, 1 when NaN, Inf or a stall did.
     """
     loaded = load_config(recipe, overrides)
     for line in loaded.notices:
@@ -43,7 +43,7 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     if not config.trainer.val_only:
         print_plan(config, len(inputs.train_prompts))
     run_dir = RunDir.create(config.trainer.default_local_dir)
-    with run_dir.lock(), inputs.scorer:
+    with run_dir.lock(), log_to(run_dir.log), inputs.scorer:
         if config.trainer.val_only:
             _validate_only(config, run_dir, inputs)
             return
@@ -100,6 +100,7 @@ def _train_once(
     from pellucid.controller.build import build_run
     from pellucid.controller.checkpointing import restore
     from pellucid.controller.loop import train
+    from pellucid.controller.stall import StallEnding
     from pellucid.metrics.trackers import open_trackers
     from pellucid.rundir import atomic_write
 
@@ -113,15 +114,16 @@ def _train_once(
         dataclasses.asdict(config),
         done or None,
     )
+    stall = StallEnding(run_dir, trainer.stall_timeout_s)
     with (
         contextlib.closing(trackers),
-        contextlib.closing(build_run(config, run_dir, inputs, trackers, done + 1)) as run,
+        contextlib.closing(build_run(config, run_dir, inputs, trackers, done + 1, stall.watchdog)) as run,
     ):
         if checkpoint is not None:
             restore(run, checkpoint)
         atomic_write(run_dir.config_yaml, resolved_yaml)
         run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
-        with _recorded_exit(run):
+        with _recorded_exit(run), stall:
             train(run)
 
 
@@ -129,6 +131,7 @@ def _train_once(
 def _recorded_exit(run: Run) -> Iterator[None]:
     """Write why the run ended into run.json, and turn a stop or NaN into an exit status with a message."""
     from pellucid.controller.interrupt import StopRequested
+    from pellucid.controller.stall import StallError
     from pellucid.training.protocol import NonFiniteError
 
     reason = "finished"
@@ -137,6 +140,10 @@ def _recorded_exit(run: Run) -> Iterator[None]:
     except StopRequested as stop:
         reason = str(stop)
         sys.exit(128 + stop.signal_number)
+    except StallError as error:
+        reason = str(error)
+        error.report.show()
+        sys.exit(1)
     except NonFiniteError as error:
         reason = str(error)
         latest, failures = run.store.latest(), run.run_dir.path / "failures"
@@ -181,21 +188,26 @@ def _validate_only(config: RunConfig, run_dir: RunDir, inputs: Inputs) -> None:
     from pellucid.checkpoint_store import CheckpointStore
     from pellucid.controller.build import build_run
     from pellucid.controller.checkpointing import find_checkpoint, restore
+    from pellucid.controller.stall import StallEnding, StallError
     from pellucid.controller.validation import validate
     from pellucid.metrics.trackers import Trackers
 
     if not inputs.val_prompts:
         raise UserError("trainer.val_only", "is true, but data.val_files is not set.", "Set data.val_files.")
-    run = build_run(config, run_dir, inputs, Trackers({}), 1)
+    stall = StallEnding(run_dir, config.trainer.stall_timeout_s)
+    run = build_run(config, run_dir, inputs, Trackers({}), 1, stall.watchdog)
     try:
         checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
         if checkpoint is not None:
             restore(run, checkpoint)
         console.print(f"validating {checkpoint or 'the model as loaded'}", markup=False)
-        with run.display:
+        with stall, run.display:
             metrics = validate(run, step=0)
         for name, value in metrics.items():
             console.print(f"{name}: {value:.4g}", markup=False)
+    except StallError as error:
+        error.report.show()
+        sys.exit(1)
     finally:
         run.close()
 

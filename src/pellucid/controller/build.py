@@ -27,6 +27,7 @@ from pellucid.controller.make_roles import (
 )
 from pellucid.controller.placement import Placement, place_roles
 from pellucid.controller.rewards import Rewards
+from pellucid.controller.watchdog import Watchdog
 from pellucid.data import PromptLoader, build_prompts
 from pellucid.metrics.console import StepDisplay
 from pellucid.metrics.trackers import Trackers
@@ -175,7 +176,7 @@ def print_plan(config: RunConfig, num_train_prompts: int) -> None:
 
 
 def build_run(
-    config: RunConfig, run_dir: RunDir, inputs: Inputs, trackers: Trackers, first_step: int
+    config: RunConfig, run_dir: RunDir, inputs: Inputs, trackers: Trackers, first_step: int, watchdog: Watchdog
 ) -> Run:
     """Place the roles and assemble the run; its state is that of a fresh start until `restore` is called."""
     rollout_config = config.actor_rollout_ref.rollout
@@ -191,7 +192,7 @@ def build_run(
         config.trainer.seed if config.data.seed is None else config.data.seed,
     )
     total_steps = num_steps(config, loader.steps_per_epoch)
-    placement = place_roles(config, run_dir, inputs.tokenizer, inputs.policy_loss, total_steps, lambda: None)
+    placement = place_roles(config, run_dir, inputs.tokenizer, inputs.policy_loss, total_steps, watchdog.renew)
     roles = placement.roles
     assert roles.rollout is not None
     spans = SpanRecorder(run_dir.timeline / "controller.json")
@@ -210,7 +211,7 @@ def build_run(
         correction=correction_settings(config.algorithm),
         kl_control=make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon),
         spans=spans,
-        display=StepDisplay(total_steps, first_step - 1),
+        display=StepDisplay(total_steps, first_step - 1, on_progress=watchdog.beat),
         trackers=trackers,
         total_steps=total_steps,
         first_step=first_step,
