@@ -47,8 +47,8 @@ def with_children(command: Command) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=20)
+def all_gone(processes: list[psutil.Process], within_s: float = 20) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -126,9 +126,12 @@ def test_a_killed_controller_leaves_no_process(work: Workspace) -> None:
     command = work.start("train", work.recipe, *RANKS, "trainer.total_training_steps=1000")
     wait_for(lambda: steps_done(work.run_dir) >= 2, command)
     started = with_children(command)
+    ranks = list(ranks_of(work.run_dir).values())
+    assert len(ranks) == 2
     command.signal(signal.SIGKILL)
     command.wait()
-    assert all_gone(started)
+    assert all_gone(ranks)
+    assert all_gone(started, within_s=150)  # two agents of Ray's own wait a minute for its server before they give up
 
 
 def test_a_killed_rank_ends_the_run_with_its_log_and_restarts_finish_it(work: Workspace) -> None:
@@ -140,7 +143,7 @@ def test_a_killed_rank_ends_the_run_with_its_log_and_restarts_finish_it(work: Wo
     done = command.wait()
     assert done.status == 1, done.output
     assert "policy rank 1: the process died" in done.output and "policy_rank_1.log" in done.output
-    assert re.search(r"the last checkpoint is of step [2-6]", done.output)
+    assert re.search(r"the last checkpoint is of step [1-6]", done.output)
     assert all_gone(started)
 
     command = work.start("train", work.recipe, *same, "trainer.total_training_steps=12", "trainer.max_restarts=1")
@@ -168,10 +171,13 @@ def test_a_stopped_rank_is_named_within_the_time_out(work: Workspace) -> None:
     assert all_gone(started)
 
 
+MANY = ("data.train_batch_size=500", "actor_rollout_ref.actor.ppo_mini_batch_size=500", "data.train_files=task:arithmetic?level=2&size=600")
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("trainer.n_gpus_per_node=500",), ["500 ranks", "CPU cores", "trainer.n_gpus_per_node"]),
+        (("trainer.n_gpus_per_node=500", *MANY), ["500 ranks", "CPU cores", "trainer.n_gpus_per_node"]),
         (("trainer.ray_address=127.0.0.1:1",), ["no Ray cluster answers at 127.0.0.1:1", "ray start --head"]),
         (("trainer.ray_address=nowhere",), ["'nowhere' is no address", "6379"]),
         (("actor_rollout_ref.actor.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=8"), ["8", "samples"]),

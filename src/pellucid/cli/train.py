@@ -38,7 +38,8 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     from pellucid.controller.checkpointing import checkpoint_step, find_checkpoint
     from pellucid.rundir import RunDir
 
-    devices.choose_device(config.trainer.device)
+    if config.trainer.ray_address is None:  # a cluster's devices are on other machines
+        devices.choose_device(config.trainer.device)
     inputs = load_inputs(config)
     if not config.trainer.val_only:
         print_plan(config, len(inputs.train_prompts))

@@ -4,6 +4,7 @@
 """
 
 import copy
+import importlib.util
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +21,7 @@ from pellucid.config.schema.algorithm import AlgorithmConfig
 from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
 from pellucid.controller.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
-from pellucid.errors import UserError
+from pellucid.errors import MissingExtraError, UserError
 from pellucid.plugins import load_object
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.roles.critic import Critic
@@ -110,9 +111,11 @@ def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check all that adapters, critic and reward model need beside the policy and that takes no model to know.
 
     Raises:
-        MissingExtraError: LoRA without peft.
+        MissingExtraError: LoRA without peft, or the Ray placement without ray.
         UserError: a model folder is missing, reads other tokens than the policy's `tokenizer`, or shorter texts than the data's.
     """
+    if config.trainer.placement == "ray" and importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("trainer.placement", "ray", "ray")
     if config.actor_rollout_ref.model.lora_rank:
         require_peft()
     if config.has_critic:

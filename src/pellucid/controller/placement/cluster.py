@@ -3,6 +3,7 @@
 `ray.py` asks it for the actors of each pool; whatever is missing is said before a process starts.
 """
 
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from pellucid.errors import UserError
 POLICY = "policy"
 """The pool that holds the actor, the rollout engine, and every role without a pool of its own."""
 ANSWER_S, RESERVE_S = 5.0, 30.0
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""How ranks of one machine are told to listen on no other interface."""
 _RESOURCE = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
 _WORDS = {"cpu": "CPU cores", "cuda": "GPUs", "npu": "NPUs"}
 
@@ -58,7 +61,6 @@ class Cluster:
         Raises:
             UserError: no cluster answers at the address, or it has not enough machines or devices.
         """
-        self._field = "trainer.n_gpus_per_node"
         address = config.trainer.ray_address
         self.is_local = address is None
         self._owned = not ray.is_initialized()
@@ -83,7 +85,7 @@ class Cluster:
 
     def _connect(self, **options: Any) -> None:
         if self._owned:
-            ray.init(log_to_driver=False, logging_level="error", configure_logging=False, **options)
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
     def _reserve(self, pool: Pool) -> PlacementGroup:
         bundle = {"CPU": float(pool.ranks_per_node)}
@@ -114,7 +116,7 @@ class Cluster:
             "num_cpus": 1,
             "scheduling_strategy": strategy,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": devices.ONE_ARENA},
+            "runtime_env": {"env_vars": devices.ONE_ARENA | (_LOOPBACK if self.is_local else {})},
         }
         if self.device == "cuda":
             options["num_gpus"] = 1

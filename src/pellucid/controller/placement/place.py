@@ -1,5 +1,7 @@
 """From a config to placed roles. The Ray placement is imported only by runs that ask for it."""
 
+import os
+import secrets
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +27,10 @@ def place_roles(
     """
     if config.trainer.placement == "local":
         return LocalPlacement(config, tokenizer, policy_loss, total_steps)
+    if config.trainer.ray_address is None:
+        # Ray's servers listen on all interfaces: only who has this run's own token may talk to them. Read at Ray's import.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     from pellucid.controller.placement.ray import RayPlacement
 
     return RayPlacement(config, run_dir, total_steps, heartbeat)

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from pellucid.controller.make_roles import (
     torch_dtype,
 )
 from pellucid.controller.placement.wire import PackedRollouts, SampledRollouts, SharedBatch, open_batch
+from pellucid.errors import UserError
 from pellucid.profiler.spans import SpanRecorder
 from pellucid.training.sharding import join_ranks, leave_ranks
 from pellucid.types import Batch, Prompt
@@ -99,8 +101,10 @@ class RankWorker:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
-        self._log_file = spec.log.open("a", buffering=1)
+        self._mistake = _missing_folder(spec)
+        folder = Path(tempfile.gettempdir()) if self._mistake else spec.log.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log_file = (folder / spec.log.name).open("a", buffering=1)
         for stream in (1, 2):
             os.dup2(self._log_file.fileno(), stream)
         logging.basicConfig(
@@ -110,6 +114,8 @@ class RankWorker:
         faulthandler.enable(self._log_file)
         # A C handler: it prints the stacks even while a thread holds the interpreter's lock.
         faulthandler.register(signal.SIGUSR1, self._log_file, all_threads=True)
+        if self._mistake:
+            return  # `where` says so
         os.chdir(spec.working_dir)
         sys.path += [place for place in spec.python_path if place not in sys.path]
         devices.keep_freed_memory()
@@ -124,7 +130,13 @@ class RankWorker:
         self._spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json")
 
     def where(self) -> tuple[str, str, int, int]:
-        """Return this machine's name, its address, a port of it that is free, and the process id."""
+        """Return this machine's name, its address, a port of it that is free, and the process id.
+
+        Raises:
+            UserError: the machine does not see the run's folders.
+        """
+        if self._mistake:
+            raise self._mistake
         with socket.socket() as probe:
             probe.bind(("", 0))
             return socket.gethostname(), ray.util.get_node_ip_address(), probe.getsockname()[1], os.getpid()
@@ -237,6 +249,18 @@ class RankWorker:
             leave_ranks()
         self._spans.close()
         log.info("done")
+
+
+def _missing_folder(spec: RankSpec) -> UserError | None:
+    """Return what is wrong when this machine does not see what the controller's does."""
+    for folder, field in ((spec.run_dir / ".lock", "trainer.default_local_dir"), (spec.working_dir, "working directory")):
+        if not folder.exists():
+            return UserError(
+                field,
+                f"the machine '{socket.gethostname()}' does not see '{folder.parent if folder.name == '.lock' else folder}'.",
+                "Put run directory, recipes and models on storage that all machines share under the same path.",
+            )
+    return None
 
 
 def _opened(argument: Any) -> Any:
