@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 def start(work: Callable[[], None], name: str) -> Future[None]:
-    """Run `work` in a thread of its own, at the lowest priority; the future has what it raised.
+    """Run `work` in a thread of its own, at a low priority; the future has what it raised.
 
     The work must leave Python's lock free while it is busy: file and hash functions do. The program ends when it is done.
     """
@@ -18,6 +18,10 @@ def start(work: Callable[[], None], name: str) -> Future[None]:
 
 
 def yield_to_others() -> None:
-    """Give the calling thread, and threads that it starts, the processor only when no other wants it; on Linux, else nothing."""
-    if sys.platform == "linux":  # elsewhere a priority is the whole process'
-        os.setpriority(os.PRIO_PROCESS, 0, 19)
+    """Let the calling thread, and threads that it starts, run about a tenth as long as others that want the same core.
+
+    Lower still, training that keeps all cores busy would never let it end, and the next checkpoint would wait for it. On Linux;
+    elsewhere a priority is the whole process', and nothing is done.
+    """
+    if sys.platform == "linux":
+        os.nice(10)

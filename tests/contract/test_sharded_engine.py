@@ -218,6 +218,16 @@ def test_training_goes_on_while_a_checkpoint_is_written(ranks, plan, tmp_path):
     assert_equal(loaded, saved)
 
 
+@pytest.mark.parametrize("setup", [Setup(architecture="llama_tied"), Setup(role="lora")], ids=["tied", "lora"])
+def test_one_process_writes_the_same_files_in_the_background(setup, tmp_path):
+    for name, save in {"now": sharded.save_now, "background": sharded.save_in_background}.items():
+        (tmp_path / name).mkdir()
+        save(setup, tmp_path / name)
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("now", "background")]
+    assert files[0].keys() == {"model.safetensors", "optimizer.safetensors"}
+    assert files[0] == files[1]
+
+
 def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
     plan = ShardingPlan("fsdp2")
     ranks.run(2, sharded.save_now, Setup(plan), tmp_path)

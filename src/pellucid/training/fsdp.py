@@ -33,6 +33,7 @@ from pellucid.training.common.packing import (
     pad,
     split_micro_batches,
 )
+from pellucid.training.common.staging import StagedFiles
 from pellucid.training.protocol import (
     LossFunction,
     NonFiniteError,
@@ -88,6 +89,7 @@ class FsdpEngine:
         self.sharding, self._without_adapters = sharding, without_adapters
         self._balance_ranks = balance_ranks
         self.version, self.flops = 0, 0.0
+        self._staged_files = StagedFiles()
         self.in_hand: list[str] = []
         if sharding is None:
             self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
@@ -203,23 +205,26 @@ class FsdpEngine:
             from pellucid.training import checkpoint
 
             return checkpoint.save_shards(folder, self.sharding, self.optimizer, self.version, contents)
-        if "model" in contents:
-            save_file(
-                {name: tensor.detach().contiguous() for name, tensor in model_tensors(self.model).items()},
-                folder / MODEL_FILE,
-            )
-        if "optimizer" in contents and self.optimizer is not None:
-            steps = torch.tensor([self.optimizer.num_steps, self.version])
-            save_file({**self.optimizer.state_tensors(), _NUM_STEPS: steps}, folder / OPTIMIZER_FILE)
+        for name, tensors in self._files(contents).items():
+            save_file(tensors, folder / name)
 
     def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
-        """Save in the background where there are several ranks; returns a function that waits until all is written."""
+        """See `TrainingEngine.start_saving`; the files are those of `save`."""
         if self.sharding is not None:
             from pellucid.training import checkpoint
 
             return checkpoint.start_saving_shards(folder, self.sharding, self.optimizer, self.version, contents)
-        self.save(folder, contents)
-        return lambda: None
+        return self._staged_files.start(folder, self._files(contents))
+
+    def _files(self, contents: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return {file name: {tensor name: tensor}} of a checkpoint of one process."""
+        files = {}
+        if "model" in contents:
+            files[MODEL_FILE] = {name: tensor.detach().contiguous() for name, tensor in model_tensors(self.model).items()}
+        if "optimizer" in contents and self.optimizer is not None:
+            steps = torch.tensor([self.optimizer.num_steps, self.version])
+            files[OPTIMIZER_FILE] = {**self.optimizer.state_tensors(), _NUM_STEPS: steps}
+        return files
 
     def save_hf(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """See `TrainingEngine.save_hf`; over several ranks every one calls it and rank 0 alone writes, after the last gather."""
