@@ -8,6 +8,8 @@ from contextlib import closing
 import pytest
 import torch
 
+from conftest import last_checkpoint
+from pellucid.doctor.findings import size
 from pellucid.doctor.machine import read_machine
 
 RAY = ("trainer.placement=ray", "trainer.device=cpu")
@@ -40,6 +42,11 @@ def test_a_recipe_that_fits(work):
     # Four steps and a checkpoint after each, all kept.
     assert "4 × 10.9 MiB" in found["run directory"]["found"]
     assert not work.run_dir.exists()
+
+
+def test_the_size_of_a_checkpoint_is_that_of_one(work, finished):
+    real = sum(path.stat().st_size for path in last_checkpoint(finished).rglob("*"))
+    assert f"4 × {size(real)}" in examine(work, work.recipe)["run directory"]["found"]
 
 
 def test_a_problem_is_followed_by_its_remedy(work):

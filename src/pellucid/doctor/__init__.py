@@ -62,7 +62,7 @@ def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:
             yield check_ray(config if there_is_room else None)
     yield from hardware.check_memory(machine, plan, ranks)
     if config is not None:
-        yield storage.check_run_directory(config, _checkpoint_bytes(config, plan))
+        yield storage.check_run_directory(config, storage.checkpoint_bytes(config, plan))
         if config.trainer.nnodes > 1:
             yield storage.check_shared_folder(config)
     yield storage.check_temp_folder(with_ray)
@@ -89,18 +89,3 @@ def _plan(config: RunConfig) -> Plan:
     """Return the plan; the rows are not read, and what is asked of it here does not depend on their number."""
     enough = config.data.train_batch_size * (config.trainer.critic_warmup + 1)
     return build_plan(config, enough, read_model_facts(config.actor_rollout_ref.model.path))
-
-
-def _checkpoint_bytes(config: RunConfig, plan: Plan | None) -> int | None:
-    """Return the size of one checkpoint; None when the models' files are not at hand."""
-    if plan is None or plan.memory is None:
-        return None
-    memory, copy = plan.memory, config.copy_ranks("actor")
-    critic = (memory.critic + plan.pool_bytes.get("critic", 0)) * config.copy_ranks("critic")
-    # What has a gradient is saved; of the critic's four numbers a weight, the gradient is not.
-    parts = {
-        "model": memory.gradients * copy + critic // 4,
-        "optimizer": memory.optimizer * copy + critic // 2,
-        "hf_model": memory.weights * copy,
-    }
-    return sum(parts.get(part, 0) for part in config.actor_rollout_ref.actor.checkpoint.save_contents)

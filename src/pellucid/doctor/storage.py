@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from pellucid.checkpoint_store import CheckpointStore
-from pellucid.config import RunConfig
+from pellucid.config import Plan, RunConfig
 from pellucid.doctor.findings import Finding, size
 from pellucid.doctor.machine import Machine
 from pellucid.rundir import RunDir
@@ -37,12 +37,27 @@ def _existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if os.path.lexists(place))
 
 
-def check_run_directory(config: RunConfig, checkpoint_bytes: int | None) -> Finding:
+def checkpoint_bytes(config: RunConfig, plan: Plan | None) -> int | None:
+    """Return the size of one checkpoint; None when the models' files are not at hand."""
+    if plan is None or plan.memory is None:
+        return None
+    memory, copy = plan.memory, config.copy_ranks("actor")
+    critic = (memory.critic + plan.pool_bytes.get("critic", 0)) * config.copy_ranks("critic")
+    # What has a gradient is saved; of the critic's four numbers a weight, the gradient is not.
+    parts = {
+        "model": memory.gradients * copy + critic // 4,
+        "optimizer": memory.optimizer * copy + critic // 2,
+        "hf_model": memory.weights * copy,
+    }
+    return sum(parts.get(part, 0) for part in config.actor_rollout_ref.actor.checkpoint.save_contents)
+
+
+def check_run_directory(config: RunConfig, bytes_each: int | None) -> Finding:
     """Check that the run's folder can be written, and has room for the checkpoints that the recipe keeps.
 
     Args:
         config: a checked config.
-        checkpoint_bytes: size of one checkpoint; None when the model's files are not at hand.
+        bytes_each: size of one checkpoint; None when the model's files are not at hand.
     """
     run_dir = RunDir(config.trainer.default_local_dir)
     folder = _existing(run_dir.path)
@@ -53,15 +68,15 @@ def check_run_directory(config: RunConfig, checkpoint_bytes: int | None) -> Find
         return Finding("run directory", f"{folder} cannot be written to ({error.strerror})", "problem", remedy)
     free = shutil.disk_usage(folder).free
     found = f"{run_dir.path}: {size(free)} free"
-    if checkpoint_bytes is None:
+    if bytes_each is None:
         return Finding("run directory", f"{found}; the size of a checkpoint is not known")
-    more, room = _checkpoints_to_come(config, run_dir), free // checkpoint_bytes
+    more, room = _checkpoints_to_come(config, run_dir), free // bytes_each
     if more is None:
-        found += f", room for {room} checkpoints of {size(checkpoint_bytes)}; every one is kept"
+        found += f", room for {room} checkpoints of {size(bytes_each)}; every one is kept"
         if room >= _PLENTY:
             return Finding("run directory", found)
         return Finding("run directory", found, "warning", "Set trainer.max_actor_ckpt_to_keep, e.g. to 2.")
-    found += f"; {more} × {size(checkpoint_bytes)} = {size(more * checkpoint_bytes)} for checkpoints"
+    found += f"; {more} × {size(bytes_each)} = {size(more * bytes_each)} for checkpoints"
     if more > room:
         remedy = (
             "Free some space, lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir to a larger disk."
