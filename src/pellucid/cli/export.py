@@ -33,7 +33,7 @@ def run_export(run: Path, out: Path, step: int | None, dtype: str, critic: bool)
 
     import torch
 
-    from pellucid.controller.build import torch_dtype
+    from pellucid.controller.make_roles import torch_dtype
     from pellucid.training.common.models import save_hf_model
 
     load = load_trained_critic if critic else load_trained
@@ -51,9 +51,9 @@ def load_trained(
         UserError: nothing usable is there.
     """
     from pellucid.config import RunConfig, SftConfig, load_config
-    from pellucid.controller.build import run_tokenizer
-    from pellucid.controller.make_roles import load_policy
-    from pellucid.training.common.models import init_model, load_model, load_tokenizer, load_weights, model_folder
+    from pellucid.controller.make_roles import load_policy, run_tokenizer
+    from pellucid.training.common.models import init_model, load_model, load_tokenizer, model_folder
+    from pellucid.training.fsdp import load_trained_weights
 
     if (found := _find_checkpoint(path, step)) is None:
         return load_model(path, device=device), load_tokenizer(model_folder(path))
@@ -71,7 +71,7 @@ def load_trained(
     else:
         config = load_config(run.config_yaml, [], RunConfig).config
         model, tokenizer = load_policy(config, device), run_tokenizer(config)
-    load_weights(model, checkpoint / "model.safetensors")
+    load_trained_weights(model, checkpoint)
     return model, tokenizer
 
 
@@ -84,13 +84,12 @@ def load_trained_critic(
         UserError: there is no run, or it has no critic.
     """
     from pellucid.config import RunConfig, load_config
-    from pellucid.controller.build import run_tokenizer
     from pellucid.controller.checkpointing import CRITIC_FOLDER
-    from pellucid.controller.make_roles import load_critic
-    from pellucid.training.common.models import load_weights
+    from pellucid.controller.make_roles import load_critic, run_tokenizer
+    from pellucid.training.fsdp import load_trained_weights
 
     found = _find_checkpoint(path, step)
-    if found is None or not (weights := found[1] / CRITIC_FOLDER / "model.safetensors").is_file():
+    if found is None or not (critic := found[1] / CRITIC_FOLDER).is_dir():
         raise UserError(
             "--critic",
             f"'{path if found is None else found[1]}' holds no critic.",
@@ -98,7 +97,7 @@ def load_trained_critic(
         )
     config = load_config(found[0].config_yaml, [], RunConfig).config
     model = load_critic(config, device)
-    load_weights(model, weights)
+    load_trained_weights(model, critic)
     return model, run_tokenizer(config)
 
 

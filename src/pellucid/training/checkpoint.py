@@ -4,6 +4,7 @@ Each rank writes its own shards into `sharded/` beside what else the checkpoint 
 in one process.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -95,7 +96,9 @@ def load_shards(
         optimizer.adamw.state.clear()
         if any(name.startswith(f"{_OPTIMIZER}.") for name in stored):  # there is none before the first step
             state[_OPTIMIZER] = _optimizer_state(root, optimizer)
-    dcp.load(state, storage_reader=shards, no_dist=sharding is None)
+    with warnings.catch_warnings():  # that it loads into one process is what was asked for
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=shards, no_dist=sharding is None)
     if _MODEL in state:
         _set_model(root, state[_MODEL], {} if sharding is None else sharding.tied)
     if optimizer is None:

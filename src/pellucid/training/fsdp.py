@@ -246,7 +246,7 @@ class FsdpEngine:
             self._load_over_ranks(folder, contents)
             return
         if "model" in contents:
-            load_weights(self.model, folder / MODEL_FILE)
+            load_trained_weights(self.model, folder)
         if "optimizer" in contents and self.optimizer is not None:
             tensors = load_file(folder / OPTIMIZER_FILE)
             num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
@@ -330,6 +330,20 @@ class FsdpEngine:
     def autocast(self):
         """Return the context in which the model computes: autocast for bf16, nothing for float32."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+
+def load_trained_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Load a checkpoint's weights into a plain model, whether one process wrote them or several ranks.
+
+    Raises:
+        UserError: the checkpoint's tensors are not this model's.
+    """
+    if (folder / SHARDS).is_dir():
+        from pellucid.training import checkpoint
+
+        checkpoint.load_shards(folder, model, None, None, ["model"])
+    else:
+        load_weights(model, folder / MODEL_FILE)
 
 
 def _scatter(scores: TokenScores, inputs: ModelInput, num_rows: int, width: int) -> TokenScores:
