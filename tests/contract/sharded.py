@@ -23,7 +23,7 @@ from pellucid.training.common.models import (
 )
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine, MicroBatching, load_trained_weights
 from pellucid.training.protocol import NonFiniteError, TokenHead, TokenScores
 from pellucid.training.sharding import Sharding, ShardingPlan
 
@@ -208,11 +208,12 @@ def rank_balance(setup: Setup) -> RankBalance | None:
     return make_engine(setup).train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss).balance
 
 
-def save_now(setup: Setup, folder: Path) -> State:
+def save_now(setup: Setup, folder: Path, contents: list[str] = WHOLE_STATE) -> State:
     """Write a checkpoint after one update and return the state that it should hold."""
     engine = make_engine(setup)
-    engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
-    engine.save(folder, WHOLE_STATE)
+    engine.train_mini_batch(sequences(), make_head(setup, engine), loss)
+    folder.mkdir(exist_ok=True)
+    engine.save(folder, contents)
     return state_of(engine)
 
 
@@ -253,10 +254,10 @@ def score_after_loading(setup: Setup, folder: Path) -> torch.Tensor | None:
     return engine.forward(sequences(), LogProbHead(TEMPERATURE)).logp
 
 
-def load_error(setup: Setup, folder: Path) -> str:
+def load_error(setup: Setup, folder: Path, contents: list[str] = WHOLE_STATE) -> str:
     """Return what loading `folder` is refused with."""
     try:
-        make_engine(setup).load(folder, WHOLE_STATE)
+        make_engine(setup).load(folder, contents)
     except UserError as error:
         return str(error)
     return "no error"
@@ -290,10 +291,10 @@ def gather_copies(setup: Setup, folder: Path, updated: Path) -> list[State]:
 
 
 def loaded_weights(setup: Setup, folder: Path) -> State:
-    """Return the weights of one process after loading `folder`."""
-    engine = make_engine(replace(setup, seed=setup.seed + 1))
-    engine.load(folder, WHOLE_STATE)
-    return {name: tensor.detach() for name, tensor in state_tensors(engine.model).items()}
+    """Return the tensors of a plain model after loading the weights in `folder`, whoever wrote them."""
+    model = make_model(replace(setup, seed=setup.seed + 1))
+    load_trained_weights(model, folder)
+    return {name: tensor.detach() for name, tensor in state_tensors(model).items()}
 
 
 def mesh_error(fsdp_size: int) -> str:

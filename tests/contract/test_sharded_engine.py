@@ -13,6 +13,7 @@ from sharded import Setup, State, Trace
 from tiny import plain_copy
 from transformers import AutoModelForCausalLM
 
+from pellucid.errors import UserError
 from pellucid.training.sharding import ShardingPlan
 
 STRATEGIES = ["fsdp2", "fsdp"]
@@ -234,6 +235,38 @@ def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
     for answer in ranks.run(2, sharded.load_error, Setup(plan, "gpt_neox"), tmp_path):
         assert "trainer.resume_mode" in answer and "another model" in answer
     assert "lora_rank 0, and this one has 3" in ranks.run(1, sharded.load_error, Setup(plan, role="lora"), tmp_path)[0]
+
+
+@pytest.mark.parametrize("saved", [["model"], ["optimizer"]], ids=str)
+def test_a_part_that_was_not_saved_is_named(ranks, saved, tmp_path):
+    setup, (missing,) = Setup(ShardingPlan("fsdp2")), [part for part in sharded.WHOLE_STATE if part not in saved]
+    ranks.run(2, sharded.save_now, setup, tmp_path, saved)
+    for answer in ranks.run(2, sharded.load_error, setup, tmp_path):
+        assert "load_contents" in answer and f"asks for '{missing}'" in answer
+    assert ranks.run(2, sharded.load_error, setup, tmp_path, saved) == 2 * ["no error"]
+    assert f"asks for '{missing}'" in sharded.load_error(Setup(), tmp_path)
+
+
+@pytest.mark.parametrize("role", ["policy", "lora", "critic"])
+def test_trained_weights_load_into_a_plain_model_whoever_wrote_them(ranks, plan, role, tmp_path):
+    setup = Setup(role=role, architecture="llama_tied" if role == "policy" else "llama")
+    for name, saved in (
+        ("alone", sharded.save_now(setup, tmp_path / "alone")),
+        ("ranks", ranks.run(2, sharded.save_now, replace(setup, plan=plan), tmp_path / "ranks")[0]),
+    ):
+        loaded = sharded.loaded_weights(setup, tmp_path / name)
+        weights = [part for part in saved if part in loaded]
+        assert weights and not [part for part in weights if not torch.equal(loaded[part], saved[part])]
+        assert len(weights) == len([part for part in loaded if role != "lora" or ".lora_" in part])
+
+
+def test_a_checkpoint_without_weights_is_told(ranks, tmp_path):
+    setup = Setup(ShardingPlan("fsdp2"))
+    ranks.run(2, sharded.save_now, setup, tmp_path / "ranks", ["optimizer"])
+    sharded.save_now(Setup(), tmp_path / "alone", ["optimizer"])
+    for name in ("alone", "ranks"):
+        with pytest.raises(UserError, match="holds no weights"):
+            sharded.loaded_weights(setup, tmp_path / name)
 
 
 @pytest.mark.parametrize("setup", [Setup(architecture="llama_tied"), Setup(role="lora")], ids=["tied", "lora"])

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from pellucid.errors import UserError
 from pellucid.training.common.lora import merge_adapters, state_tensors
 from pellucid.training.common.models import check_same_tensors, model_tensors
 from pellucid.training.common.optimizer import ScheduledAdamW
@@ -62,6 +63,13 @@ def start_saving_shards(
     return wait
 
 
+def stored_parts(folder: Path) -> set[str]:
+    """Return which of `model` and `optimizer` the shards in a checkpoint folder hold."""
+    stored = dcp.FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    parts = {_MODEL} if any(name.startswith(f"{_MODEL}.") for name in stored) else set()
+    return parts | ({_OPTIMIZER} if _STEPS in stored else set())
+
+
 def load_shards(
     folder: Path,
     model: PreTrainedModel,
@@ -74,8 +82,15 @@ def load_shards(
     The version is None where the optimizer is not restored.
 
     Raises:
-        UserError: the checkpoint's tensors are not this model's.
+        UserError: the checkpoint's tensors are not this model's, or a part is not in it.
     """
+    for part in {_MODEL, _OPTIMIZER} & set(contents) - stored_parts(folder):
+        if part == _MODEL or optimizer is not None:
+            raise UserError(
+                "actor_rollout_ref.actor.checkpoint.load_contents",
+                f"asks for '{part}', which '{folder}' does not hold.",
+                f"Take '{part}' out of load_contents, or resume from a checkpoint saved with it.",
+            )
     root = Root(model) if sharding is None else sharding.root
     names = list(model_tensors(model)) if sharding is None else sharding.tensor_names
     shards = dcp.FileSystemReader(folder / SHARDS)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pellucid.errors import UserError
 from pellucid.training.common.balance import measure_balance, split_over_ranks
 from pellucid.training.common.lora import base_weights
 from pellucid.training.common.models import (
@@ -336,14 +337,19 @@ def load_trained_weights(model: PreTrainedModel, folder: Path) -> None:
     """Load a checkpoint's weights into a plain model, whether one process wrote them or several ranks.
 
     Raises:
-        UserError: the checkpoint's tensors are not this model's.
+        UserError: the checkpoint's tensors are not this model's, or it was saved without weights.
     """
-    if (folder / SHARDS).is_dir():
-        from pellucid.training import checkpoint
+    if (folder / MODEL_FILE).is_file():
+        return load_weights(model, folder / MODEL_FILE)
+    from pellucid.training import checkpoint
 
-        checkpoint.load_shards(folder, model, None, None, ["model"])
-    else:
-        load_weights(model, folder / MODEL_FILE)
+    if not (folder / SHARDS).is_dir() or "model" not in checkpoint.stored_parts(folder):
+        raise UserError(
+            str(folder),
+            "this checkpoint holds no weights: 'model' was not in checkpoint.save_contents.",
+            "Give a checkpoint that was saved with them.",
+        )
+    checkpoint.load_shards(folder, model, None, None, ["model"])
 
 
 def _scatter(scores: TokenScores, inputs: ModelInput, num_rows: int, width: int) -> TokenScores:
