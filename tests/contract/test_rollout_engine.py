@@ -271,6 +271,13 @@ def test_order_of_the_result_and_progress(make_engine):
     assert engine.generate([], SAMPLED, stream=STREAM) == []
 
 
+def test_a_long_response_is_told_to_be_under_way(make_engine):
+    seen = []
+    params = replace(SAMPLED, n=1, max_tokens=20, ignore_eos=True)
+    make_engine(trainer()).generate(some_prompts(1), params, stream=STREAM, on_done=seen.append)
+    assert sum(seen) == 1 and len(seen) > 10
+
+
 # --- where a response ends --------------------------------------------------------------------------------------------
 
 

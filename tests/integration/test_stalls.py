@@ -80,7 +80,7 @@ def assert_reported(work: Workspace, done: Done) -> str:
 def test_a_stuck_run_ends_with_a_report_and_can_be_resumed(work, how, status):
     write_plugins(work, how)
     overrides = ("algorithm.adv_estimator=plugin.py:advantages", *OWN_REWARD, "reward_model.reward_num_workers=2")
-    command = work.start("train", work.recipe, *overrides, "trainer.stall_timeout_s=4")
+    command = work.start("train", work.recipe, *overrides, "trainer.stall_timeout_s=8")
     wait_for(lambda: first_step_done(work), command)
     processes = processes_of(command)
     assert len(processes) >= 5, "the run, its guard, a fork server and two workers"
@@ -104,7 +104,7 @@ def test_a_stuck_run_ends_with_a_report_and_can_be_resumed(work, how, status):
 @pytest.mark.slow
 def test_a_stall_of_validation_alone_ends_it_and_its_reward_workers(work):
     work.write("reward.py", REWARD.format(seconds=600))
-    overrides = ("trainer.val_only=true", OWN_REWARD[0], "reward_model.reward_timeout_s=500", "trainer.stall_timeout_s=3")
+    overrides = ("trainer.val_only=true", OWN_REWARD[0], "reward_model.reward_timeout_s=500", "trainer.stall_timeout_s=8")
     command = work.start("train", work.recipe, *overrides)
     wait_for(lambda: len(processes_of(command)) >= 5, command)
     processes = processes_of(command)
@@ -116,9 +116,9 @@ def test_a_stall_of_validation_alone_ends_it_and_its_reward_workers(work):
 
 @pytest.mark.slow
 def test_scores_that_take_longer_than_the_time_out_one_after_the_other_are_no_stall(work):
-    """8 answers at 0.8 s each, one at a time: more than twice the time-out, in steps of less than a third of it."""
-    work.write("reward.py", REWARD.format(seconds=0.8))
-    overrides = (OWN_REWARD[0], "reward_model.reward_num_workers=1", "trainer.stall_timeout_s=3")
+    """8 answers at 1.5 s each, one at a time: half as long again as the time-out, in steps of a fifth of it."""
+    work.write("reward.py", REWARD.format(seconds=1.5))
+    overrides = (OWN_REWARD[0], "reward_model.reward_num_workers=1", "trainer.stall_timeout_s=8")
     work.train("trainer.val_only=true", *overrides)
 
 
@@ -127,10 +127,10 @@ def test_a_suspended_run_goes_on(work):
     """Suspended for longer than the time-out and all that comes on top of it."""
     work.write("plugin.py", PLUGIN + "HOW = 'asleep'\n")
     work.write("plugin.py", (work.folder / "plugin.py").read_text().replace("time.sleep(1000)", "time.sleep(2)"))
-    command = work.start("train", work.recipe, "algorithm.adv_estimator=plugin.py:advantages", "trainer.stall_timeout_s=4")
+    command = work.start("train", work.recipe, "algorithm.adv_estimator=plugin.py:advantages", "trainer.stall_timeout_s=5")
     wait_for(lambda: first_step_done(work), command)
     command.signal(signal.SIGSTOP)
-    time.sleep(10)
+    time.sleep(12)
     command.signal(signal.SIGCONT)
     done = command.wait()
     assert done.status == 0, done.output
