@@ -7,6 +7,7 @@ arrays of the right shape. One Ray actor answers for many ranks, but every rank 
 controller's process; memory is what it holds beside shared memory.
 """
 
+import logging
 import tempfile
 import time
 from pathlib import Path
@@ -177,7 +178,7 @@ def main() -> None:
     options_parser.add_argument("--tokens", type=int, default=8192)
     options_parser.add_argument("--steps", type=int, default=3)
     options = options_parser.parse_args()
-    ray.init(address="local", num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     prompts = options.samples // GROUP
     rows = [measure(ranks, prompts, options.tokens, dump=False, steps=options.steps) for ranks in options.ranks]
     rows.append(measure(options.ranks[0], prompts, options.tokens, dump=True, steps=1))

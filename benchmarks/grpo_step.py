@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from common import Setup, gemm_gflops, parser, report, reward_score, run_peer
-from pellucid.algo.advantages import grpo
+from pellucid.algo.advantages import ESTIMATORS, AdvantageInputs
+from pellucid.algo.policy_loss import POLICY_LOSSES
 from pellucid.config.schema.actor import ActorConfig
-from pellucid.roles.actor import Actor
+from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.rollout.protocol import SamplingParams
 from pellucid.types import Batch
 
@@ -25,14 +26,15 @@ def pellucid_step(setup: Setup, step: int) -> dict[str, float]:
     """Run one step as the loop does and return its times in seconds."""
     engine = setup.rollout_engine(len(setup.prompts) * GROUP)
     config = ActorConfig(strategy="fsdp2", ppo_mini_batch_size=len(setup.prompts), use_dynamic_bsz=True)
-    actor = Actor(setup.engine, config, temperature=1.0, max_response_length=NEW_TOKENS, seed=0)
+    settings = ActorSettings(POLICY_LOSSES["vanilla"], temperature=1.0, max_response_length=NEW_TOKENS, seed=0)
+    actor = Actor(setup.engine, config, settings)
     start = time.perf_counter()
     rollouts = engine.generate(setup.prompts, SamplingParams(n=GROUP, max_tokens=NEW_TOKENS, ignore_eos=True), stream=("bench", step))
     sampled = time.perf_counter()
     for rollout in rollouts:
         rollout.reward = reward_score(rollout.text)
     batch = Batch.from_rollouts(rollouts)
-    batch.advantages, batch.returns = grpo(batch.token_rewards, batch.mask, batch.group)
+    batch.advantages, batch.returns = ESTIMATORS["grpo"](AdvantageInputs(batch.token_rewards, batch.mask, batch.group))
     actor.update(batch, step=step)
     end = time.perf_counter()
     tokens = sum(len(r.token_ids) for r in rollouts)

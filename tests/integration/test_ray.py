@@ -10,8 +10,8 @@ import pytest
 import torch
 from checks import checked_metrics, dump
 from commands import Command, wait_for
-from conftest import Workspace, metrics
 
+from conftest import Workspace, metrics
 from pellucid.cli.export import load_trained
 
 pytest.importorskip("ray")

@@ -120,6 +120,7 @@ def _train_once(
         contextlib.closing(trackers),
         contextlib.closing(build_run(config, run_dir, inputs, trackers, done + 1, stall.watchdog)) as run,
     ):
+        stall.in_hand = run.placement.in_hand
         if checkpoint is not None:
             restore(run, checkpoint)
         atomic_write(run_dir.config_yaml, resolved_yaml)

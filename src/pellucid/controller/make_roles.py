@@ -24,6 +24,7 @@ from pellucid.controller.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, check
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.plugins import load_object
 from pellucid.roles.actor import Actor, ActorSettings
+from pellucid.roles.base import Role
 from pellucid.roles.critic import Critic
 from pellucid.roles.protocol import CriticRole, PolicyRole, ReferenceRole, RewardRole
 from pellucid.roles.reference import Reference
@@ -193,7 +194,6 @@ class Compute:
         Raises:
             UserError: `fsdp_size` does not divide the number of ranks.
         """
-        trained = fsdp if isinstance(fsdp, FsdpConfig) else None
         if self.num_ranks == 1 and not fsdp.param_offload:
             return None
         from pellucid.training.sharding import Sharding, ShardingPlan
@@ -249,6 +249,11 @@ class Roles:
         """Return the arithmetic of all roles since the last call."""
         roles = (self.actor, self.reference, self.critic, self.reward_model)
         return sum(role.take_flops() for role in roles if role is not None)
+
+    def in_hand(self) -> list[str]:
+        """Return the samples that the models of this process work on at this moment."""
+        roles = (self.rollout, self.actor, self.reference, self.critic, self.reward_model)
+        return [name for role in roles if isinstance(role, Role | NativeRolloutEngine) for name in role.in_hand]
 
     def named(self, role: RoleName) -> Any:
         """Return the role of that name."""

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,6 +82,8 @@ class StallEnding:
         self.watchdog = Watchdog(timeout_s, self._end, memory=mmap.mmap(self._beat.fileno(), BEAT_BYTES))
         self._main = threading.main_thread().ident or 0
         self._report: StallReport | None = None
+        self.in_hand: Callable[[], list[str]] = list
+        """Names the samples that are being worked on; set once there are models."""
         self._reached_main = threading.Event()
 
     def __enter__(self) -> StallEnding:
@@ -122,7 +125,8 @@ class StallEnding:
             self._stacks.truncate(0)
             self._stacks.seek(0)
             faulthandler.dump_traceback(self._stacks.fileno(), all_threads=True)
-            self._report = write_report(self._run_dir, stall, read_all(self._stacks.fileno()), os.getpid(), self._main)
+            stacks, samples = read_all(self._stacks.fileno()), self.in_hand()
+            self._report = write_report(self._run_dir, stall, stacks, os.getpid(), self._main, samples)
             signal.pthread_kill(self._main, STALL_SIGNAL)
             if self._reached_main.wait(_REACH_MAIN_S):
                 time.sleep(_UNWIND_S)
@@ -147,7 +151,9 @@ def read_all(file: int) -> str:
     return os.pread(file, os.fstat(file).st_size, 0).decode()
 
 
-def write_report(run_dir: RunDir, stall: Stall, stacks: str, pid: int, main_thread: int) -> StallReport:
+def write_report(
+    run_dir: RunDir, stall: Stall, stacks: str, pid: int, main_thread: int, samples: Sequence[str] = ()
+) -> StallReport:
     """Write `logs/stall_<time>.txt` and return what to say of it.
 
     Args:
@@ -156,10 +162,12 @@ def write_report(run_dir: RunDir, stall: Stall, stacks: str, pid: int, main_thre
         stacks: all threads of the process, as faulthandler dumps them.
         pid: the stalled process; py-spy, where it is installed, adds the native frames.
         main_thread: identifier of its main thread.
+        samples: what it works on, where that is known.
     """
     file = run_dir.logs / datetime.now(UTC).strftime("stall_%Y%m%dT%H%M%SZ.txt")
     latest = CheckpointStore(run_dir.checkpoints).latest()
-    content = f"{stall}\nprocess {pid}\n\n{stacks}{_native_stacks(pid)}"
+    working_on = [f"working on {', '.join(samples[:3])}{' …' if len(samples) > 3 else ''}"] if samples else []
+    content = "\n".join([str(stall), f"process {pid}", *working_on, "", stacks + _native_stacks(pid)])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
@@ -169,6 +177,7 @@ def write_report(run_dir: RunDir, stall: Stall, stacks: str, pid: int, main_thre
     message = "\n".join(
         [
             f"the run is stalled: {stall}",
+            *working_on,
             "where its main thread is, innermost call first:",
             *main_frames(stacks, main_thread),
             where,

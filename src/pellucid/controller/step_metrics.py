@@ -3,6 +3,9 @@
 Called by `step.py` and the loop with a step's batch; every name is defined in `metrics/table.py`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -63,9 +66,9 @@ def annotate_rollouts(run: Run, batch: Batch) -> None:
             rollout.correction_weights = _values(weights, row, length)
 
 
-def _values(tensor: torch.Tensor, row: int, length: int) -> memoryview:
+def _values(tensor: torch.Tensor, row: int, length: int) -> Sequence[Any]:
     """Return the first values of a row where they lie: a list of them would take nine times the memory."""
-    return memoryview(tensor[row, :length].numpy())
+    return tensor[row, :length].numpy().data
 
 
 def _training_log_probs(run: Run, batch: Batch) -> torch.Tensor | None:

@@ -60,9 +60,6 @@ def _try(config: RunConfig | None, sender: Connection, log: Path) -> None:
     except UserError as error:
         sender.send(Finding.of_error("ray", error))
         return
-    except (OSError, RuntimeError, ValueError) as error:
-        sender.send(_explain(error))
-        return
     try:
         found = f"{'starts here' if cluster.is_local else 'joined'}: {_describe()}"
         sender.send(Finding("ray", found + ("" if config is None else "; every rank has a place")))
@@ -81,16 +78,6 @@ def _describe() -> str:
         if unit in there
     ]
     return f"{num_machines} machine{'s' * (num_machines > 1)}, {', '.join(units)}"
-
-
-def _explain(error: BaseException) -> Finding:
-    """Return an error of Ray's as a finding: its first line, or that the cluster wants a token, which Ray says far below."""
-    reason = str(error).strip().partition("\n")[0]
-    chain = f"{error!r} {error.__cause__!r}"
-    if "AuthenticationError" in chain:
-        remedy = "Set RAY_AUTH_MODE=token, and copy ~/.ray/auth_token of the cluster's first machine to this one."
-        return Finding("ray", f"{reason}: it wants a token", "problem", remedy)
-    return _failed(reason)
 
 
 def _failed(reason: str) -> Finding:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -49,7 +49,11 @@ def plan_pools(config: RunConfig) -> list[Pool]:
     own, trainer, needed = config.trainer.resource_pools, config.trainer, needed_roles(config)
     shared = tuple(role for role in needed if role not in own)
     pools = [Pool(POLICY, shared, config.num_ranks, trainer.n_gpus_per_node)]
-    return pools + [Pool(role, (role,), own[role], 1) for role in needed if role in own]
+    for role in needed:
+        if role in own:
+            alone: tuple[RoleName, ...] = (role,)
+            pools.append(Pool(role, alone, own[role], 1))
+    return pools
 
 
 class Cluster:
@@ -84,8 +88,12 @@ class Cluster:
             raise
 
     def _connect(self, **options: Any) -> None:
-        if self._owned:
+        if not self._owned:
+            return
+        try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            raise _connection_error(error) from error
 
     def _reserve(self, pool: Pool) -> PlacementGroup:
         bundle = {"CPU": float(pool.ranks_per_node)}
@@ -131,6 +139,16 @@ class Cluster:
         self._groups = {}
         if self._owned:
             ray.shutdown()
+
+
+def _connection_error(error: BaseException) -> UserError:
+    """Return what Ray says, in one line; that a cluster wants a token it says far below its first one."""
+    reason = str(error).strip().partition("\n")[0]
+    if "AuthenticationError" in f"{error!r} {error.__cause__!r}":
+        remedy = "Set RAY_AUTH_MODE=token, and copy ~/.ray/auth_token of the cluster's first machine to this one."
+        return UserError("trainer.ray_address", f"{reason}: the cluster wants a token.", remedy)
+    remedy = "Look at Ray's own logs, ray/session_latest/logs in the folder for temporary files, and at `ray status`."
+    return UserError("trainer.placement", f"Ray does not start or join: {reason}", remedy)
 
 
 def _num_cores() -> int:

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from pellucid.controller.make_roles import RoleName
-from pellucid.controller.placement.failures import RankDiedError, RankFailedError, RankRaisedError, RankStalledError
+from pellucid.controller.placement.failures import RankDiedError, RankRaisedError, RankStalledError
 from pellucid.controller.placement.wire import SharedTensors
 from pellucid.controller.placement.worker import Outcome, Progress
 from pellucid.errors import UserError

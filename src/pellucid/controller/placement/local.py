@@ -27,6 +27,10 @@ class Placement(Protocol):
         """Return `perf/cpu_memory_used_gb` of all processes and, off CPU, `perf/max_memory_allocated_gb` of the fullest device."""
         ...
 
+    def in_hand(self) -> list[str]:
+        """Return the samples that this process's own models work on at this moment."""
+        ...
+
     def close(self) -> None:
         """End the processes."""
         ...
@@ -59,6 +63,10 @@ class LocalPlacement:
     def memory_gb(self) -> dict[str, float]:
         """See `Placement`."""
         return devices.memory_gb(self._device)
+
+    def in_hand(self) -> list[str]:
+        """See `Placement`."""
+        return self.roles.in_hand()
 
     def close(self) -> None:
         """See `Placement`."""

@@ -31,6 +31,7 @@ def place_roles(
         # Ray's servers listen on all interfaces: only who has this run's own token may talk to them. Read at Ray's import.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_worker_niceness", "0")  # ranks are the work, not something beside it
     from pellucid.controller.placement.ray import RayPlacement
 
     return RayPlacement(config, run_dir, total_steps, heartbeat)

@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -67,6 +67,8 @@ class RayPlacement:
         config = self._config
         path = [str(Path(place).absolute()) for place in sys.path if place]
         per_machine = pool.ranks_per_node if config.trainer.nnodes > 1 else sum(p.num_ranks for p in plan_pools(config))
+        as_actor: Any = ray.remote(concurrency_groups={"control": 1, "saving": 1})  # pyright: ignore[reportCallIssue]
+        worker = as_actor(RankWorker)
         members = []
         for rank in range(pool.num_ranks):
             spec = RankSpec(
@@ -82,9 +84,8 @@ class RayPlacement:
                 total_steps=self._total_steps,
                 device=self._cluster.device,
             )
-            options = self._cluster.options(pool, rank)
-            actor = ray.remote(concurrency_groups={"control": 1, "saving": 1})(RankWorker).options(**options)
-            members.append(Member(spec.name, actor.remote(spec), spec.log))
+            actor = worker.options(**self._cluster.options(pool, rank)).remote(spec)
+            members.append(Member(spec.name, actor, spec.log))
         console.print(
             f"starting {pool.num_ranks} rank{'s' * (pool.num_ranks > 1)} for {', '.join(pool.roles)} "
             f"(logs: {self._run_dir.path / 'logs'})",
@@ -132,10 +133,14 @@ class RayPlacement:
 
     def memory_gb(self) -> dict[str, float]:
         """See `Placement`."""
-        answers = [answer for group in self._groups.values() for answer in group.ask("memory_gb")]
+        answers: list[dict[str, float]] = [answer for group in self._groups.values() for answer in group.ask("memory_gb")]
         names = answers[0].keys()
         largest = {name: max(answer[name] for answer in answers) for name in names}
         return largest | {"perf/cpu_memory_used_gb": sum(answer["perf/cpu_memory_used_gb"] for answer in answers)}
+
+    def in_hand(self) -> list[str]:
+        """See `Placement`."""
+        return []  # the ranks are watched by their groups, which name the samples themselves
 
     def close(self) -> None:
         """See `Placement`."""

@@ -20,11 +20,11 @@ from pellucid.types import Batch, Prompt, Rollout
 class ObjectStore(Protocol):
     """Ray's object store, as far as it is used here."""
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: Any, /) -> Any:
         """Copy `value` into shared memory and return its reference."""
         ...
 
-    def get(self, refs: Any) -> Any:
+    def get(self, refs: Any, /) -> Any:
         """Return the values of references; arrays are views of shared memory."""
         ...
 
@@ -50,7 +50,7 @@ class Ragged:
 
     def views(self) -> list[memoryview]:
         """Return each sequence where it lies; iterating one gives Python numbers."""
-        view = memoryview(self.values)
+        view = self.values.data
         bounds = self.offsets.tolist()
         return [view[start:end] for start, end in itertools.pairwise(bounds)]
 

@@ -124,7 +124,7 @@ class RankWorker:
         self._dtype = torch_dtype(spec.config.actor_rollout_ref.model.dtype)
         self._roles = Roles()
         self._progress = Progress()
-        self._running: tuple[int, str] | None = None
+        self._running: tuple[int, RoleName] | None = None
         """Thread and role of the call that is being run."""
         self._waits: list[Callable[[], None]] = []
         self._spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json")
@@ -253,14 +253,14 @@ class RankWorker:
 
 def _missing_folder(spec: RankSpec) -> UserError | None:
     """Return what is wrong when this machine does not see what the controller's does."""
-    for folder, field in ((spec.run_dir / ".lock", "trainer.default_local_dir"), (spec.working_dir, "working directory")):
-        if not folder.exists():
-            return UserError(
-                field,
-                f"the machine '{socket.gethostname()}' does not see '{folder.parent if folder.name == '.lock' else folder}'.",
-                "Put run directory, recipes and models on storage that all machines share under the same path.",
-            )
-    return None
+    if (spec.run_dir / ".lock").exists() and spec.working_dir.exists():
+        return None
+    return UserError(
+        "trainer.default_local_dir",
+        f"the machine '{socket.gethostname()}' does not see the run's folder '{spec.run_dir}', or not '{spec.working_dir}', "
+        "where the run was started.",
+        "Put run directory, recipes and models on storage that all machines share under the same path.",
+    )
 
 
 def _opened(argument: Any) -> Any:
