@@ -47,7 +47,7 @@ class Pool:
 def plan_pools(config: RunConfig) -> list[Pool]:
     """Return the run's pools: the policy's, and one for each role with ranks of its own."""
     own, trainer, needed = config.trainer.resource_pools, config.trainer, needed_roles(config)
-    shared = tuple(role for role in needed if role not in own)
+    shared: tuple[RoleName, ...] = tuple(role for role in needed if role not in own)
     pools = [Pool(POLICY, shared, config.num_ranks, trainer.n_gpus_per_node)]
     for role in needed:
         if role in own:

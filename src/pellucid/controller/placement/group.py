@@ -95,9 +95,12 @@ class WorkerGroup:
         return self._wait(f"{role}.{method}", calls, on_done)
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the rank itself, such as `make_roles`, and return the answers in order."""
+        """Call a method of the rank itself, such as `make_roles`, and return the answers in order.
+
+        Starting and loading take as long as they take: nothing here counts as a stall.
+        """
         calls = [getattr(member.handle, method).remote(*arguments) for member in self.members]
-        return self._wait(method, calls, None)
+        return self._wait(method, calls, None, watched=False)
 
     def locate(self) -> list[tuple[str, int]]:
         """Return an address and a free port of each rank's machine, once all their processes are up."""
@@ -113,7 +116,9 @@ class WorkerGroup:
         except (RayActorError, RayTaskError):
             self._raise_first(calls)
 
-    def _wait(self, what: str, calls: list[Any], on_done: Callable[[int], None] | None) -> list[Any]:
+    def _wait(
+        self, what: str, calls: list[Any], on_done: Callable[[int], None] | None, *, watched: bool = True
+    ) -> list[Any]:
         """Return all results; a rank that fails or stalls ends the wait for the others."""
         results: dict[Any, Any] = {}
         self._busy = True
@@ -136,7 +141,7 @@ class WorkerGroup:
                 moved_at = time.monotonic()
             seen = progress
             waited_s = time.monotonic() - moved_at
-            if self._stall_timeout_s is not None and waited_s > self._stall_timeout_s:
+            if watched and self._stall_timeout_s is not None and waited_s > self._stall_timeout_s:
                 self._raise_stalled(what, waited_s, progress, [call in results for call in calls])
         self._busy = False
         return [results[call] for call in calls]
