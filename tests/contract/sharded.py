@@ -228,6 +228,21 @@ def save_in_background(setup: Setup, folder: Path) -> State:
     return state
 
 
+def save_error(setup: Setup, folder: Path, how: Literal["now", "background"]) -> tuple[str, int | None, float]:
+    """Return type and number of the error that saving raises, and the loss of an update after it."""
+    engine = make_engine(setup)
+    engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    try:
+        if how == "now":
+            engine.save(folder, WHOLE_STATE)
+        else:
+            engine.start_saving(folder, WHOLE_STATE)()
+        raise AssertionError("no error")
+    except OSError as error:
+        result = engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+        return type(error).__name__, error.errno, result.loss
+
+
 def save_untrained(setup: Setup, folder: Path) -> State:
     """Write a checkpoint before the first update, and return the state after that update."""
     engine = make_engine(setup)

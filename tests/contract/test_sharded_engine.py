@@ -3,6 +3,9 @@
 `sharded.py` has what each rank runs, `ranks.py` the processes that run it.
 """
 
+import errno
+import os
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -13,6 +16,7 @@ from sharded import Setup, State, Trace
 from tiny import plain_copy
 from transformers import AutoModelForCausalLM
 
+from pellucid.checkpoint_store import CheckpointStore
 from pellucid.errors import UserError
 from pellucid.training.sharding import ShardingPlan
 
@@ -30,6 +34,18 @@ def ranks(tmp_path_factory):
 @pytest.fixture(params=STRATEGIES)
 def plan(request) -> ShardingPlan:
     return ShardingPlan(request.param)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk with room for one checkpoint."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", mount]
+    if os.getuid() != 0 or subprocess.run(command, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -217,6 +233,26 @@ def test_training_goes_on_while_a_checkpoint_is_written(ranks, plan, tmp_path):
     version, loaded, _ = ranks.run(2, sharded.load_and_train, Setup(plan), tmp_path, 0)[0]
     assert version == 1
     assert_equal(loaded, saved)
+
+
+@pytest.mark.parametrize("how", ["now", "background"])
+def test_a_rank_that_cannot_write_stops_the_save_on_all(ranks, plan, how, tmp_path):
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded/__1_0.distcp").symlink_to("/dev/full")
+    answers = ranks.run(2, sharded.save_error, Setup(plan), tmp_path, how)
+    assert answers == 2 * [("OSError", errno.ENOSPC, answers[0][2])]
+    assert answers[0][2] == pytest.approx(sharded.run_updates(Setup(), 2).numbers[1][0], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["now", "background"])
+def test_a_full_disk_leaves_the_earlier_checkpoint_of_ranks(ranks, how, small_disk):
+    setup, store, save = Setup(ShardingPlan("fsdp2")), CheckpointStore(small_disk), sharded.save_now
+    saved: list[State] = []
+    store.save(1, lambda folder: saved.extend(ranks.run(2, save, setup, folder)))
+    write = sharded.save_now if how == "now" else sharded.save_in_background
+    with pytest.raises(UserError, match="checkpoint of step 1 is whole"):
+        store.save(2, lambda folder: (ranks.run(2, write, setup, folder), None)[1])
+    assert_equal(ranks.run(2, sharded.load_and_train, setup, store.verify(1), 0)[0][1], saved[0])
 
 
 @pytest.mark.parametrize("setup", [Setup(architecture="llama_tied"), Setup(role="lora")], ids=["tied", "lora"])

@@ -1,50 +1,68 @@
-"""Files written in the background hold what the tensors were when the writing began."""
+"""What is written in the background is the state that there was when the writing began."""
 
-from pathlib import Path
+import threading
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from pellucid.training.common.staging import StagedFiles
-
-
-def tensors(fill: float) -> dict[str, torch.Tensor]:
-    return {"matrix": torch.full((4096, 2048), fill), "step": torch.tensor(fill), "names": torch.tensor([3, 4])}
+from pellucid.training.common.staging import StagedWriter
 
 
-def test_the_tensors_may_change_while_the_files_are_written(tmp_path):
-    first, second, files = tensors(1.0), tensors(2.0), StagedFiles()
-    save_file(first, tmp_path / "expected")
-    wait = files.start(tmp_path, {"a": first, "b": second})
-    for tensor in (*first.values(), *second.values()):
-        tensor.zero_()
+class HeldBack:
+    """A write that begins when `go` is set, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.go, self.written = threading.Event(), {}
+
+    def __call__(self, state: dict[str, Any]) -> None:
+        assert self.go.wait(60)
+        self.written = {"values": state["model"]["w"].clone(), "step": int(state["step"])}
+
+
+def state(fill: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((64, 3), fill)}, "step": torch.tensor(int(fill))}
+
+
+def test_the_tensors_may_change_before_they_are_written():
+    given, write = state(1), HeldBack()
+    wait = StagedWriter().start(given, write)
+    given["model"]["w"].zero_()
+    given["step"].zero_()
+    write.go.set()
     wait()
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "expected").read_bytes()
-    assert load_file(tmp_path / "b")["matrix"].unique().tolist() == [2.0]
+    assert write.written["values"].unique().tolist() == [1] and write.written["step"] == 1
 
 
-def test_the_next_files_wait_for_those_before(tmp_path):
-    files = StagedFiles()
-    for step in (1.0, 2.0, 3.0):
-        (tmp_path / str(step)).mkdir()
-        wait = files.start(tmp_path / str(step), {"a": tensors(step)})
-    wait()
-    for step in (1.0, 2.0, 3.0):
-        assert load_file(tmp_path / str(step) / "a")["matrix"].unique().tolist() == [step]
+def test_the_next_write_waits_for_the_one_before_and_uses_its_memory():
+    writer, first, second, places = StagedWriter(), HeldBack(), HeldBack(), []
+    writer.start(state(1), first)
+    threading.Timer(0.05, first.go.set).start()
+    second.go.set()
+    writer.start(state(2), second)()
+    assert first.written["values"].unique().tolist() == [1]
+    assert second.written["values"].unique().tolist() == [2]
+    for fill in (3, 4):
+        writer.start(state(fill), lambda state: places.append(state["model"]["w"].data_ptr()))()
+    assert places[0] == places[1]
 
 
-def test_tensors_of_another_shape_get_memory_of_their_own(tmp_path):
-    files = StagedFiles()
-    files.start(tmp_path, {"a": {"x": torch.ones(3)}})
-    files.start(tmp_path, {"a": {"x": torch.ones(2, 2, dtype=torch.int64), "y": torch.ones(1)}})()
-    assert load_file(tmp_path / "a")["x"].tolist() == [[1, 1], [1, 1]]
+def test_a_tensor_of_another_shape_gets_memory_of_its_own():
+    writer, shapes = StagedWriter(), []
+    for size in (2, 3):
+        given = {"w": torch.ones(size, 2), "more": {str(size): torch.ones(1)}}
+        writer.start(given, lambda state: shapes.append((tuple(state["w"].shape), *state["more"])))()
+    assert shapes == [((2, 2), "2"), ((3, 2), "3")]
 
 
-def test_what_fails_is_raised_by_the_wait_and_the_next_files_are_written(tmp_path):
-    files = StagedFiles()
-    wait = files.start(tmp_path / "missing", {"a": tensors(1.0)})
-    with pytest.raises(Exception, match="No such file"):
+def test_what_fails_is_raised_by_the_wait_and_not_by_the_next_write():
+    def broken(_: dict[str, Any]) -> None:
+        raise OSError("no")
+
+    writer, write = StagedWriter(), HeldBack()
+    wait = writer.start(state(1), broken)
+    write.go.set()
+    writer.start(state(2), write)()
+    assert write.written["step"] == 2
+    with pytest.raises(OSError, match="no"):
         wait()
-    files.start(tmp_path, {"a": tensors(1.0)})()
-    assert Path(tmp_path / "a").is_file()

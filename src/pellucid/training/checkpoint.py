@@ -5,14 +5,15 @@ in one process.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,6 +29,7 @@ from pellucid.errors import UserError
 from pellucid.training.common.lora import merge_adapters, state_tensors
 from pellucid.training.common.models import check_same_tensors, model_tensors
 from pellucid.training.common.optimizer import ScheduledAdamW
+from pellucid.training.common.staging import StagedWriter
 from pellucid.training.fsdp import SHARDS
 from pellucid.training.sharding import ROOT_PREFIX, Root, Sharding
 
@@ -37,14 +39,24 @@ _MODEL, _OPTIMIZER, _STEPS = "model", "optimizer", "steps"
 def save_shards(
     folder: Path, sharding: Sharding, optimizer: ScheduledAdamW | None, version: int, contents: Sequence[str]
 ) -> None:
-    """Write this rank's shards of the asked-for parts (`model`, `optimizer`); returns when every rank has."""
-    dcp.save(_state_to_save(sharding, optimizer, version, contents), checkpoint_id=folder / SHARDS)
+    """Write this rank's shards of the asked-for parts (`model`, `optimizer`); returns when every rank has.
+
+    Raises:
+        OSError: a file could not be written, on whichever rank; all ranks raise it.
+    """
+    with _plain_errors():
+        dcp.save(_state_to_save(sharding, optimizer, version, contents), checkpoint_id=folder / SHARDS)
 
 
 def start_saving_shards(
-    folder: Path, sharding: Sharding, optimizer: ScheduledAdamW | None, version: int, contents: Sequence[str]
+    folder: Path,
+    sharding: Sharding,
+    optimizer: ScheduledAdamW | None,
+    version: int,
+    contents: Sequence[str],
+    writer: StagedWriter,
 ) -> Callable[[], None]:
-    """Copy this rank's shards to memory and write them in the background; returns a function that waits for all ranks' files.
+    """As `save_shards`, by `writer` in the background; returns a function that waits for all ranks' files.
 
     Training may go on at once: what is written is the state at the time of the call.
     """
@@ -53,14 +65,23 @@ def start_saving_shards(
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         sharding.background = group
-    state = _state_to_save(sharding, optimizer, version, contents)
-    done = dcp.async_save(state, checkpoint_id=folder / SHARDS, process_group=sharding.background)
-    assert isinstance(done, Future)
 
-    def wait() -> None:
-        done.result()
+    def write(state: dict[str, Any]) -> None:
+        # What dcp.async_save does, but in a thread that leaves the processor to training, and from memory that is kept.
+        with _plain_errors():
+            dcp.save(state, checkpoint_id=folder / SHARDS, process_group=sharding.background)
 
-    return wait
+    return writer.start(_state_to_save(sharding, optimizer, version, contents), write)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what went wrong on a rank in place of torch's collection of all ranks' errors, which is no `Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = [failure for failure, _ in error.failures.values()]
+        raise next((one for one in failures if isinstance(one, OSError)), failures[0]) from error
 
 
 def stored_parts(folder: Path) -> set[str]:
@@ -111,7 +132,7 @@ def load_shards(
         optimizer.adamw.state.clear()
         if any(name.startswith(f"{_OPTIMIZER}.") for name in stored):  # there is none before the first step
             state[_OPTIMIZER] = _optimizer_state(root, optimizer)
-    with warnings.catch_warnings():  # that it loads into one process is what was asked for
+    with warnings.catch_warnings(), _plain_errors():  # that it loads into one process is what was asked for
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=shards, no_dist=sharding is None)
     if _MODEL in state:

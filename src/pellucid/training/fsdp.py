@@ -34,7 +34,7 @@ from pellucid.training.common.packing import (
     pad,
     split_micro_batches,
 )
-from pellucid.training.common.staging import StagedFiles
+from pellucid.training.common.staging import StagedWriter
 from pellucid.training.protocol import (
     LossFunction,
     NonFiniteError,
@@ -90,7 +90,7 @@ class FsdpEngine:
         self.sharding, self._without_adapters = sharding, without_adapters
         self._balance_ranks = balance_ranks
         self.version, self.flops = 0, 0.0
-        self._staged_files = StagedFiles()
+        self._writer = StagedWriter()
         self.in_hand: list[str] = []
         if sharding is None:
             self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
@@ -206,16 +206,17 @@ class FsdpEngine:
             from pellucid.training import checkpoint
 
             return checkpoint.save_shards(folder, self.sharding, self.optimizer, self.version, contents)
-        for name, tensors in self._files(contents).items():
-            save_file(tensors, folder / name)
+        _write_files(folder, self._files(contents))
 
     def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
         """See `TrainingEngine.start_saving`; the files are those of `save`."""
         if self.sharding is not None:
             from pellucid.training import checkpoint
 
-            return checkpoint.start_saving_shards(folder, self.sharding, self.optimizer, self.version, contents)
-        return self._staged_files.start(folder, self._files(contents))
+            return checkpoint.start_saving_shards(
+                folder, self.sharding, self.optimizer, self.version, contents, self._writer
+            )
+        return self._writer.start(self._files(contents), lambda files: _write_files(folder, files))
 
     def _files(self, contents: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
         """Return {file name: {tensor name: tensor}} of a checkpoint of one process."""
@@ -331,6 +332,11 @@ class FsdpEngine:
     def autocast(self):
         """Return the context in which the model computes: autocast for bf16, nothing for float32."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+
+def _write_files(folder: Path, files: dict[str, dict[str, torch.Tensor]]) -> None:
+    for name, tensors in files.items():
+        save_file(tensors, folder / name)
 
 
 def load_trained_weights(model: PreTrainedModel, folder: Path) -> None:

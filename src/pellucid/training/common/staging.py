@@ -1,54 +1,50 @@
-"""Files written from copies of tensors, in the background, while training changes the tensors themselves."""
+"""State written from copies, in the background, while training changes the tensors themselves."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from pellucid import background
 
 
-class StagedFiles:
-    """Writes safetensors files from memory that it keeps from one time to the next: fresh memory takes longer to get than to fill.
-
-    That is as much CPU memory as the files are large, page-locked where the tensors are on another device.
-    """
+class StagedWriter:
+    """Copies state into CPU memory that it keeps from one time to the next, for fresh memory takes longer to get than to fill."""
 
     def __init__(self) -> None:
-        self._copies: dict[str, dict[str, torch.Tensor]] = {}
+        self._copies: dict[str, Any] = {}
         self._writing: Future[None] | None = None
 
-    def start(self, folder: Path, files: dict[str, dict[str, torch.Tensor]]) -> Callable[[], None]:
-        """Copy the tensors of {file name: {tensor name: tensor}} and write the files in the background.
+    def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        """Copy `state` and let a thread call `write` with the copy; first wait for what is still being written.
 
-        Waits first while the files of the call before are written. Returns a function that waits for the files and raises
-        what went wrong.
+        Args:
+            state: tensors or shards of such (`DTensor`), in dictionaries of any depth.
+            write: writes them. It runs beside training and should leave Python's lock free.
+
+        Returns:
+            A function that waits until `write` is done and raises what it raised.
         """
         if self._writing is not None:
-            wait([self._writing])  # its errors are told by the function that was returned for it
-        self._copies = {name: _copied(tensors, self._copies.get(name, {})) for name, tensors in files.items()}
-        copies = self._copies
-
-        def write() -> None:
-            for name, tensors in copies.items():
-                save_file(tensors, folder / name)
-
-        self._writing = background.start(write, "checkpoint-files")
+            wait([self._writing])  # what it raised is told by the function that was returned for it
+        self._copies = copies = _copied(state, self._copies)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._writing = background.start(lambda: write(copies), "checkpoint-files")
         return self._writing.result
 
 
 @torch.no_grad()
-def _copied(tensors: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies in CPU memory, in `buffers` of the same name and shape where there are any."""
+def _copied(state: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `state` on the CPU, in `memory` where that has a tensor of the same name and shape."""
     copies = {}
-    for name, tensor in tensors.items():
-        buffer = buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        copies[name] = buffer.copy_(tensor, non_blocking=True)
-    if any(tensor.device.type == "cuda" for tensor in tensors.values()):
-        torch.cuda.synchronize()
+    for name, value in state.items():
+        there = memory.get(name)
+        if isinstance(value, dict):
+            copies[name] = _copied(value, there or {})
+            continue
+        if there is None or there.shape != value.shape or there.dtype != value.dtype:
+            there = torch.empty_like(value, device="cpu")
+        copies[name] = there.copy_(value, non_blocking=True)
     return copies
