@@ -1,7 +1,6 @@
 """`pellucid eval`: answer problems with a model or a run's last checkpoint, score them, print accuracy with its error."""
 
 import math
-from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -37,7 +36,7 @@ def run_eval(
     from pellucid.rollout.native import NativeRolloutEngine
     from pellucid.rollout.protocol import SamplingParams
     from pellucid.rollout_dump import write_rollouts
-    from pellucid.training.common.models import eos_token_ids, token_pieces
+    from pellucid.training.common.models import TokenPieces, eos_token_ids
     from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
     if temperature is None:
@@ -73,7 +72,7 @@ def run_eval(
             engine, scorer.score, data.prompts, params, batch_size=None, on_done=lambda count: bar.advance(task, count)
         )
     if out is not None:
-        write_rollouts(out, rollouts, step=0, pieces=partial(token_pieces, tokenizer))
+        write_rollouts(out, rollouts, step=0, pieces=TokenPieces(tokenizer))
     _print_table(validation_metrics(rollouts), samples)
 
 

@@ -37,7 +37,7 @@ from pellucid.roles.protocol import CriticRole, PolicyRole, ReferenceRole
 from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
 from pellucid.rollout.protocol import RolloutEngine
 from pellucid.rundir import RunDir
-from pellucid.training.common.models import model_folder, token_pieces
+from pellucid.training.common.models import TokenPieces, model_folder
 from pellucid.types import Prompt
 
 
@@ -51,6 +51,8 @@ class Run:
     placement: Placement
     """The roles, and the processes they run in."""
     tokenizer: PreTrainedTokenizerBase
+    token_pieces: TokenPieces
+    """What token ids look like, for the rollout dump."""
     loader: PromptLoader
     val_prompts: list[Prompt]
     rollout_engine: RolloutEngine
@@ -107,10 +109,6 @@ class Run:
         """Hand a finished step's metrics to the trackers and the console."""
         self.trackers.log(step, metrics)
         self.display.finish_step(step, metrics)
-
-    def token_pieces(self, ids: list[int]) -> list[str]:
-        """Return what each token id looks like, for the rollout dump."""
-        return token_pieces(self.tokenizer, ids)
 
     def close(self) -> None:
         """Close the timeline and end the ranks; scorer and trackers belong to who opened them."""
@@ -203,6 +201,7 @@ def build_run(
         store=CheckpointStore(run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep),
         placement=placement,
         tokenizer=inputs.tokenizer,
+        token_pieces=TokenPieces(inputs.tokenizer),
         loader=loader,
         val_prompts=inputs.val_prompts,
         rollout_engine=_with_mismatch(config, roles.rollout),

@@ -304,9 +304,18 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, skip_special: 
     return text
 
 
-def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return what each token id looks like on its own, for the rollout dump."""
-    return [decode(tokenizer, [token]) for token in ids]
+class TokenPieces:
+    """What token ids look like on their own, for the rollout dump; each id of the vocabulary is decoded once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: list[int]) -> list[str]:
+        """Return one string a token."""
+        for token in set(ids) - self._known.keys():
+            self._known[token] = decode(self._tokenizer, [token])
+        return [self._known[token] for token in ids]
 
 
 def model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
