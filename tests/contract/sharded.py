@@ -48,6 +48,7 @@ class Setup:
     grad_clip: float = 1e9
     dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool = False
+    optimizer_offload: bool = False
     balance_ranks: bool = True
 
 
@@ -96,7 +97,7 @@ def make_engine(setup: Setup, model: PreTrainedModel | None = None) -> FsdpEngin
     sharding = None if setup.plan is None else Sharding(model, setup.plan, CPU)
     named = dict(model.named_parameters()) if sharding is None else sharding.parameters()
     named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    optimizer = ScheduledAdamW(named, Schedule(setup.lr, 0, 100), 0.01, (0.9, 0.999), setup.grad_clip)
+    optimizer = ScheduledAdamW(named, Schedule(setup.lr, 0, 100), 0.01, (0.9, 0.999), setup.grad_clip, offload=setup.optimizer_offload)
     cut = MicroBatching(setup.max_tokens, None)
     return FsdpEngine(
         model,

@@ -138,6 +138,27 @@ def test_an_update_tells_how_even_the_ranks_were(ranks, plan):
     assert sharded.rank_balance(Setup()) is None
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_offloading_changes_nothing_on_a_cpu(ranks, plan, num_ranks, tmp_path):
+    """The ranks' memory is the processor's already; on one rank sharding exists for offloading alone."""
+    setup = Setup(replace(plan, param_offload=True), optimizer_offload=True)
+    offloaded = ranks.run(num_ranks, sharded.run_updates, setup)[0]
+    plain = ranks.run(num_ranks, sharded.run_updates, Setup(plan))[0]
+    assert offloaded.numbers == plain.numbers
+    assert_equal(offloaded.state, plain.state)
+    saved = ranks.run(num_ranks, sharded.save_now, setup, tmp_path)[0]
+    assert_equal(ranks.run(num_ranks, sharded.load_and_train, setup, tmp_path, 0)[0][1], saved)
+
+
+def test_gradients_can_be_added_up_in_bf16(ranks, plan):
+    exact = sharded.run_updates(Setup(lr=0.0), 1).state
+    trace = ranks.run(2, sharded.run_updates, Setup(replace(plan, reduce_dtype=torch.bfloat16), lr=0.0), 1)[0]
+    assert all(tensor.dtype == torch.float32 for tensor in trace.state.values())
+    moments = [name for name in exact if name.endswith(".exp_avg")]
+    for name in moments:  # outside the layers too: embeddings, norm and head
+        assert 1e-4 < relative(trace.state[name], exact[name]) < 1e-2, name
+
+
 def test_a_rank_holds_its_share_only(ranks, plan):
     whole = sharded.local_bytes(Setup())
     assert whole[1] == 2 * whole[0]

@@ -6,7 +6,7 @@ in one process.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def save_shards(
     Raises:
         OSError: a file could not be written, on whichever rank; all ranks raise it.
     """
-    with _plain_errors():
+    with _plain_errors(), _at_hand(optimizer):
         dcp.save(_state_to_save(sharding, optimizer, version, contents), checkpoint_id=folder / SHARDS)
 
 
@@ -71,7 +71,12 @@ def start_saving_shards(
         with _plain_errors():
             dcp.save(state, checkpoint_id=folder / SHARDS, process_group=sharding.background)
 
-    return writer.start(_state_to_save(sharding, optimizer, version, contents), write)
+    with _at_hand(optimizer):
+        return writer.start(_state_to_save(sharding, optimizer, version, contents), write)
+
+
+def _at_hand(optimizer: ScheduledAdamW | None) -> AbstractContextManager[None]:
+    return nullcontext() if optimizer is None else optimizer.moments_at_hand()
 
 
 @contextmanager
@@ -127,20 +132,21 @@ def load_shards(
             folder,
         )
     optimizer = optimizer if _OPTIMIZER in contents else None
-    if optimizer is not None:
-        state[_STEPS] = torch.zeros(2, dtype=torch.int64)
-        optimizer.adamw.state.clear()
-        if any(name.startswith(f"{_OPTIMIZER}.") for name in stored):  # there is none before the first step
-            state[_OPTIMIZER] = _optimizer_state(root, optimizer)
-    with warnings.catch_warnings(), _plain_errors():  # that it loads into one process is what was asked for
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=shards, no_dist=sharding is None)
-    if _MODEL in state:
-        _set_model(root, state[_MODEL], {} if sharding is None else sharding.tied)
-    if optimizer is None:
-        return None
-    if _OPTIMIZER in state:
-        _set_optimizer(root, optimizer, state[_OPTIMIZER])
+    with _at_hand(optimizer):
+        if optimizer is not None:
+            state[_STEPS] = torch.zeros(2, dtype=torch.int64)
+            optimizer.adamw.state.clear()
+            if any(name.startswith(f"{_OPTIMIZER}.") for name in stored):  # there is none before the first step
+                state[_OPTIMIZER] = _optimizer_state(root, optimizer)
+        with warnings.catch_warnings(), _plain_errors():  # that it loads into one process is what was asked for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=shards, no_dist=sharding is None)
+        if _MODEL in state:
+            _set_model(root, state[_MODEL], {} if sharding is None else sharding.tied)
+        if optimizer is None:
+            return None
+        if _OPTIMIZER in state:
+            _set_optimizer(root, optimizer, state[_OPTIMIZER])
     optimizer.num_steps, version = state[_STEPS].tolist()
     return version
 
@@ -166,11 +172,12 @@ def shard_optimizer_tensors(sharding: Sharding, optimizer: ScheduledAdamW, tenso
     optimizer.adamw.state.clear()
     if not tensors:
         return
-    state = _optimizer_state(sharding.root, optimizer)
-    for full_name, whole in tensors.items():
-        name, _, key = full_name.rpartition(".")
-        state[name][key] = _shard_like(state[name][key], whole)
-    _set_optimizer(sharding.root, optimizer, state)
+    with optimizer.moments_at_hand():
+        state = _optimizer_state(sharding.root, optimizer)
+        for full_name, whole in tensors.items():
+            name, _, key = full_name.rpartition(".")
+            state[name][key] = _shard_like(state[name][key], whole)
+        _set_optimizer(sharding.root, optimizer, state)
 
 
 def _shard_like(own: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -222,10 +229,11 @@ def gather_into(sharding: Sharding, model: PreTrainedModel, *, only_trained: boo
 def gathered_state(sharding: Sharding, optimizer: ScheduledAdamW) -> dict[str, torch.Tensor]:
     """Return what the two files of one process hold, on rank 0; other ranks get nothing. Collective, as `gathered_tensors`."""
     state = _model_state(sharding.root, sharding.tensor_names)
-    if optimizer.num_steps:
-        for name, moments in _optimizer_state(sharding.root, optimizer).items():
-            state |= {f"{name}.{key}": value for key, value in moments.items()}
-    return _gather(state, sharding)
+    with optimizer.moments_at_hand():
+        if optimizer.num_steps:
+            for name, moments in _optimizer_state(sharding.root, optimizer).items():
+                state |= {f"{name}.{key}": value for key, value in moments.items()}
+        return _gather(state, sharding)
 
 
 def _gather(tensors: dict[str, Any], sharding: Sharding) -> dict[str, torch.Tensor]:

@@ -48,10 +48,12 @@ class ShardingPlan:
     param_dtype: torch.dtype = torch.float32
     """What the layers' weights are gathered and computed in. Shards, gradients and everything outside the layers (embeddings,
     norm, head) are float32."""
+    reduce_dtype: torch.dtype = torch.float32
+    """What gradients are added up over the ranks in; the sums are float32 again."""
     reshard_after_forward: bool = True
     """Drop a layer's gathered weights between its forward and its backward pass: less memory, one more gather."""
     param_offload: bool = False
-    """Keep shards, gradients and optimizer state in CPU memory; the optimizer then steps on the CPU."""
+    """Keep shards, gradients and optimizer state in CPU memory; the optimizer then steps on the CPU. On a CPU it changes nothing."""
 
 
 def join_ranks(rank: int, num_ranks: int, *, init_method: str, device: torch.device, timeout_s: float = 1800.0) -> None:
@@ -208,33 +210,33 @@ def decoder_layers(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, st
 
 
 def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: torch.device) -> Any:
-    assert not (plan.param_offload and device.type == "cpu"), "on a CPU there is nothing to offload to"
     root = Root(model)
     layers = list(decoder_layers(model))
+    offloaded = plan.param_offload and device.type != "cpu"
     if plan.strategy == "fsdp2":
-        offload = CPUOffloadPolicy() if plan.param_offload else OffloadPolicy()
+        offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
         # Inputs are not cast: autocast decides what is computed in what, as in one process.
-        policy = MixedPrecisionPolicy(plan.param_dtype, torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(plan.param_dtype, plan.reduce_dtype, cast_forward_inputs=False)
         for _, _, layer in layers:
             fully_shard(
                 layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=plan.reshard_after_forward
             )
+        policy = MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype, cast_forward_inputs=False)
         # The head is used after the last layer and the backward pass begins with it, so it stays gathered in between.
-        return fully_shard(root, mesh=mesh, offload_policy=offload, reshard_after_forward=False)
+        return fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     copies = mesh.ndim == 2 and mesh[SHARD].size() == 1  # whole on every rank: FSDP takes no mesh of one-rank shards
     options = {
         "device_mesh": mesh[REPLICATE] if copies else mesh,
         "sharding_strategy": ShardingStrategy.NO_SHARD if copies else _fsdp1_strategy(plan, mesh),
-        "cpu_offload": CPUOffload(offload_params=plan.param_offload),
+        "cpu_offload": CPUOffload(offload_params=offloaded),
         "use_orig_params": True,
         "device_id": device,
     }
-    precision = MixedPrecision(
-        plan.param_dtype, torch.float32, cast_forward_inputs=False, cast_root_forward_inputs=False
-    )
+    uncast = {"reduce_dtype": plan.reduce_dtype, "cast_forward_inputs": False, "cast_root_forward_inputs": False}
+    precision = MixedPrecision(plan.param_dtype, **uncast)
     for parent, name, layer in layers:
         setattr(parent, name, FullyShardedDataParallel(layer, mixed_precision=precision, **options))
-    return FullyShardedDataParallel(root, **options)
+    return FullyShardedDataParallel(root, mixed_precision=MixedPrecision(**uncast), **options)
 
 
 def _fsdp1_strategy(plan: ShardingPlan, mesh: DeviceMesh) -> ShardingStrategy:

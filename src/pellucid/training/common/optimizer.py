@@ -4,7 +4,8 @@ The rate is a function of the number of optimizer steps done, so a resumed run n
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -48,6 +49,8 @@ class ScheduledAdamW:
     """Optimizer steps done."""
     sharding: "Sharding | None" = None
     """Set where the parameters are this rank's shards."""
+    offload: bool = False
+    """Keep the moments in CPU memory between steps; for parameters that are there themselves it changes nothing."""
     adamw: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,10 +74,28 @@ class ScheduledAdamW:
         lr = self.schedule.lr_at(self.num_steps)
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.adamw.step()
+        with self.moments_at_hand():
+            self.adamw.step()
         self.zero_grad()
         self.num_steps += 1
         return lr
+
+    @contextmanager
+    def moments_at_hand(self) -> Iterator[None]:
+        """Have the moments on the parameters' device inside the block, and with `offload` in CPU memory after it."""
+        if not self.offload:
+            yield
+            return
+        self._move_moments(None)
+        try:
+            yield
+        finally:
+            self._move_moments("cpu")
+
+    def _move_moments(self, device: str | None) -> None:
+        for parameter, state in self.adamw.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(device or parameter.device)
 
     def weight_norm(self) -> float:
         """Return the L2 norm of the weights: one pass over them, which shows whether any is NaN or Inf."""
@@ -108,6 +129,6 @@ class ScheduledAdamW:
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition(".")
             parameter = self.parameters[name]
-            device = parameter.device if key != "step" or parameter.device.type != "cpu" else torch.device("cpu")
-            self.adamw.state[parameter][key] = value.to(device)
+            offloaded = self.offload and key != "step"
+            self.adamw.state[parameter][key] = value.to("cpu" if offloaded else parameter.device)
         self.num_steps = num_steps
