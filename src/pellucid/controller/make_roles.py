@@ -186,6 +186,10 @@ class Compute:
     balance_ranks: bool = True
     """Give the ranks as many tokens each, rather than as many samples."""
 
+    def spreads(self, fsdp: FsdpConfig | RefFsdpConfig) -> bool:
+        """Return whether a model is taken apart: over several ranks, or between a device and the CPU's memory."""
+        return self.num_ranks > 1 or (fsdp.param_offload and self.device.type != "cpu")
+
     def shard(
         self, model: PreTrainedModel, strategy: Literal["fsdp", "fsdp2"], fsdp: FsdpConfig | RefFsdpConfig, section: str
     ) -> "Sharding | None":
@@ -194,14 +198,17 @@ class Compute:
         Raises:
             UserError: `fsdp_size` does not divide the number of ranks.
         """
-        if self.num_ranks == 1 and not fsdp.param_offload:
+        if not self.spreads(fsdp):
             return None
-        from pellucid.training.sharding import Sharding, ShardingPlan
+        from pellucid.training.sharding import Sharding, ShardingPlan, join_alone
 
+        if self.num_ranks == 1:
+            join_alone(self.device)
         plan = ShardingPlan(
             strategy,
             fsdp_size=fsdp.fsdp_size,
             param_dtype=self.dtype,
+            reduce_dtype=torch_dtype(fsdp.reduce_dtype) if isinstance(fsdp, FsdpConfig) else torch.float32,
             reshard_after_forward=fsdp.reshard_after_forward,
             param_offload=fsdp.param_offload,
         )
@@ -296,7 +303,8 @@ def make_roles(
     roles, engine = Roles(), None
     if "actor" in names:
         model = load_policy(config, compute.device)
-        whole = copy.deepcopy(model) if compute.num_ranks > 1 else None  # before sharding takes it apart
+        # The copy is made before sharding takes the model apart.
+        whole = copy.deepcopy(model) if compute.spreads(config.actor_rollout_ref.actor.fsdp_config) else None
         engine = make_actor_engine(config, model, compute, total_steps)
         roles.rollout = make_rollout_engine(config, engine, whole, tokenizer)
     reference = make_reference(config, compute, engine) if "ref" in names else None
@@ -500,7 +508,7 @@ def make_optimizer(
     named = model.named_parameters() if sharding is None else sharding.parameters().items()
     trained = {name: parameter for name, parameter in named if parameter.requires_grad}
     betas = (optim.betas[0], optim.betas[1])
-    return ScheduledAdamW(trained, schedule, optim.weight_decay, betas, grad_clip)
+    return ScheduledAdamW(trained, schedule, optim.weight_decay, betas, grad_clip, offload=offload)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -67,6 +67,13 @@ def join_ranks(rank: int, num_ranks: int, *, init_method: str, device: torch.dev
     )
 
 
+def join_alone(device: torch.device) -> None:
+    """Make this process a group of one, which sharding needs too; nothing if it is in a group already."""
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def leave_ranks() -> None:
     """Undo `join_ranks`."""
     dist.destroy_process_group()

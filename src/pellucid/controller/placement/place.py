@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,8 @@ def place_roles(
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_worker_niceness", "0")  # ranks are the work, not something beside it
+    elif (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster that was started here wants it, others do not mind
     from pellucid.controller.placement.ray import RayPlacement
 
     return RayPlacement(config, run_dir, total_steps, heartbeat)
