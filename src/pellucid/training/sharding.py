@@ -34,6 +34,7 @@ FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 """The config key that errors name unless the caller shards another role's model."""
 Item = TypeVar("Item")
 REPLICATE, SHARD = "replicate", "shard"
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 ROOT_PREFIX = "model."
 """What `Root` puts before the names of the model's tensors."""
 
@@ -59,19 +60,17 @@ class ShardingPlan:
 def join_ranks(rank: int, num_ranks: int, *, init_method: str, device: torch.device, timeout_s: float = 1800.0) -> None:
     """Make this process one of `num_ranks` that meet at `init_method` (`tcp://host:port` or `file://path`).
 
-    Collectives on CPU tensors go over gloo, those on CUDA tensors over nccl.
+    Collectives on CPU tensors go over gloo, those on CUDA tensors over nccl, on NPU tensors over hccl.
     """
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+        _BACKENDS[device.type], init_method=init_method, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
     )
 
 
 def join_alone(device: torch.device) -> None:
     """Make this process a group of one, which sharding needs too; nothing if it is in a group already."""
     if not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
 
 
 def leave_ranks() -> None:

@@ -54,7 +54,8 @@ class TrainerConfig(BaseTrainerConfig):
     """Ray cluster to join, `auto` (the one this machine belongs to) or `host:port`; null starts one on this machine for
     the run."""
     rendezvous_port: Annotated[int, Range(ge=1, le=65535)] | None = None
-    """Port of the first machine on which the ranks of several machines meet; null picks a free one."""
+    """Port of the first machine on which the ranks of several machines meet, roles with ranks of their own at the ports after
+    it; null picks a free one."""
     resource_pools: dict[str, Positive] = field(default_factory=dict)
     """Ranks of their own for roles among ref, critic and reward_model, beside the policy's, e.g. `{critic: 2}`; the
     other roles share the policy's ranks."""

@@ -24,7 +24,6 @@ from pellucid.controller.placement.proxies import (
 )
 from pellucid.controller.placement.wire import SharedTensors
 from pellucid.controller.placement.worker import RankSpec, RankWorker
-from pellucid.errors import UserError
 from pellucid.rundir import RunDir
 
 Proxy = TypeVar("Proxy", bound=RemoteRole)
@@ -100,16 +99,11 @@ class RayPlacement:
         if len({address for address, _ in places}) == 1:
             point = f"file://{self._meeting / pool.name}"
         else:
-            address, free_port = places[0]
-            point = f"tcp://{address}:{self._config.trainer.rendezvous_port or free_port}"
-        try:
-            group.ask("join", point)
-        except OSError as error:
-            raise UserError(
-                "trainer.rendezvous_port",
-                f"the ranks cannot meet at {point} ({error}).",
-                "Name a port that is free on the first machine and open between the machines, or null to let one be picked.",
-            ) from error
+            address, port = places[0]
+            if (chosen := self._config.trainer.rendezvous_port) is not None:
+                port = chosen + list(self._groups).index(pool.name)  # pools may share their first machine
+            point = f"tcp://{address}:{port}"
+        group.ask("join", point)
 
     def _proxies(self, pools: list[Pool]) -> Roles:
         group_of = {role: self._groups[pool.name] for pool in pools for role in pool.roles}

@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 import torch
+from torch.distributed import DistNetworkError, DistStoreError
 
 from pellucid import devices
 from pellucid.config import RunConfig
@@ -142,10 +143,22 @@ class RankWorker:
             return socket.gethostname(), ray.util.get_node_ip_address(), probe.getsockname()[1], os.getpid()
 
     def join(self, meeting_point: str) -> None:
-        """Become a rank of the pool's process group."""
+        """Become a rank of the pool's process group.
+
+        Raises:
+            UserError: the ranks do not find each other there.
+        """
         spec = self._spec
-        if spec.num_ranks > 1:
+        if spec.num_ranks == 1:
+            return
+        try:
             join_ranks(spec.rank, spec.num_ranks, init_method=meeting_point, device=self._device)
+        except (DistNetworkError, DistStoreError) as error:
+            raise UserError(
+                "trainer.rendezvous_port",
+                f"the ranks of the {spec.pool} pool cannot meet at {meeting_point}: {str(error).splitlines()[0]}",
+                "Name a port that is free on the first machine and open between the machines, or null to let one be picked.",
+            ) from error
 
     def make_roles(self) -> None:
         """Load the models of the pool's roles and take this rank's shards of them."""
