@@ -108,6 +108,11 @@ class WorkerGroup:
         self._places = [(host, pid) for host, _, _, pid in answers]
         return [(address, port) for _, address, port, _ in answers]
 
+    @property
+    def all_here(self) -> bool:
+        """Whether all ranks are on the controller's machine, once `locate` has been called."""
+        return {host for host, _ in self._places} == {socket.gethostname()}
+
     def wait_for_save(self) -> None:
         """Wait until what `start_saving` began is on disk; unlike the other methods it may be called beside a running one."""
         calls = [member.handle.wait_for_save.remote() for member in self.members]

@@ -93,10 +93,10 @@ class RayPlacement:
         return WorkerGroup(members, shared, config.trainer.stall_timeout_s, heartbeat)
 
     def _meet(self, pool: Pool) -> None:
-        """Let the pool's ranks find each other: over a file on one machine, over a port of the first where there are several."""
+        """Let the pool's ranks find each other: over a file where all are on this machine, else over a port of the first's."""
         group = self._groups[pool.name]
         places = group.locate()
-        if len({address for address, _ in places}) == 1:
+        if group.all_here:
             point = f"file://{self._meeting / pool.name}"
         else:
             address, port = places[0]
