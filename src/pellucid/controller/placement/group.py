@@ -27,6 +27,8 @@ POLL_S, RANKS_POLLED_A_SECOND = 0.5, 100
 """How often ranks are asked for their progress: at most twice a second, and seldomer where there are many of them."""
 ANSWER_S = 5.0
 """How long the other ranks may take to follow when one has raised, or to answer a question."""
+START_S, LEAVE_S = 600.0, 10.0
+"""How long a process may take to be up, whatever the stall time-out; and to close its files when all is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,10 @@ class WorkerGroup:
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the rank itself, such as `make_roles`, and return the answers in order.
 
-        Starting and loading take as long as they take: nothing here counts as a stall.
+        Loading takes as long as it takes: a rank stalls here only where its process, once up, does not answer at all.
         """
         calls = [getattr(member.handle, method).remote(*arguments) for member in self.members]
-        return self._wait(method, calls, None, watched=False)
+        return self._wait(method, calls, None, answering_is_progress=True)
 
     def locate(self) -> list[tuple[str, int]]:
         """Return an address and a free port of each rank's machine, once all their processes are up."""
@@ -122,9 +124,12 @@ class WorkerGroup:
             self._raise_first(calls)
 
     def _wait(
-        self, what: str, calls: list[Any], on_done: Callable[[int], None] | None, *, watched: bool = True
+        self, what: str, calls: list[Any], on_done: Callable[[int], None] | None, *, answering_is_progress: bool = False
     ) -> list[Any]:
         """Return all results; a rank that fails or stalls ends the wait for the others."""
+        limit_s = self._stall_timeout_s
+        if limit_s is not None and not self._places:
+            limit_s = max(limit_s, START_S)
         results: dict[Any, Any] = {}
         self._busy = True
         seen: list[Progress | None] = []
@@ -142,11 +147,12 @@ class WorkerGroup:
             progress = self._progress()
             if on_done is not None and (more := _total(progress) - _total(seen)) > 0:
                 on_done(more)
-            if ready or _where_they_are(progress) != _where_they_are(seen):
+            all_answer = all(answer is not None for answer in progress)
+            if ready or _where_they_are(progress) != _where_they_are(seen) or (answering_is_progress and all_answer):
                 moved_at = time.monotonic()
             seen = progress
             waited_s = time.monotonic() - moved_at
-            if watched and self._stall_timeout_s is not None and waited_s > self._stall_timeout_s:
+            if limit_s is not None and waited_s > limit_s:
                 self._raise_stalled(what, waited_s, progress, [call in results for call in calls])
         self._busy = False
         return [results[call] for call in calls]
@@ -231,7 +237,8 @@ class WorkerGroup:
     def close(self) -> None:
         """Let the ranks leave their process group and end them; those that are in the middle of a call end at once."""
         if not self._busy:
-            self.ask("leave")
+            leaving = [member.handle.leave.remote() for member in self.members]
+            ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S, fetch_local=False)  # a rank that cannot leave is ended
         self.kill()
 
 
