@@ -118,16 +118,16 @@ class Batch:
     @classmethod
     def from_rollouts(cls, rollouts: list[Rollout]) -> Batch:
         """Pad `rollouts` to [B, T]; rows whose reward failed are masked out."""
-        import numpy as np
         import torch
 
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         shape = (len(rollouts), max(lengths, default=0))
         mask, logp, rewards = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
+        logp_BT = logp.numpy()  # the same memory: lists and views of other memory are copied into it once
         group_of: dict[str, int] = {}
         group = torch.tensor([group_of.setdefault(rollout.prompt.uid, len(group_of)) for rollout in rollouts])
         for row, (rollout, length) in enumerate(zip(rollouts, lengths)):
-            logp[row, :length] = torch.from_numpy(np.array(rollout.logprobs, dtype=np.float32))
+            logp_BT[row, :length] = rollout.logprobs
             if rollout.failure is None and length:
                 mask[row, :length] = True
                 rewards[row, length - 1] = rollout.reward or 0.0

@@ -295,12 +295,12 @@ def gather_copies(setup: Setup, folder: Path, updated: Path) -> list[State]:
     engine = make_engine(replace(setup, seed=setup.seed + 1))
     engine.load(folder, WHOLE_STATE)
     engine.forward(sequences(), LogProbHead(TEMPERATURE))  # may leave weights gathered
-    copy, copies = make_model(replace(setup, seed=setup.seed + 2)), []
-    for only_trained in (False, True):
-        if only_trained:
+    copy, copies = make_model(replace(setup, seed=setup.seed + 1)), []
+    for trained in (False, True):
+        if trained:
             engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
         assert engine.sharding is not None
-        gather_into(engine.sharding, copy, only_trained=only_trained)
+        gather_into(engine.sharding, copy)
         copies.append({name: tensor.detach().clone() for name, tensor in state_tensors(copy).items()})
     engine.save(updated, WHOLE_STATE)
     return copies

@@ -68,7 +68,7 @@ def pools(**sizes: int) -> str:
         (
             [*RAY, f"{ROLLOUT}.simulate_mismatch.noise=0.1"],
             f"{ROLLOUT}.simulate_mismatch.noise",
-            ["one process only", "placement: local"],
+            ["only where one process samples", "placement: local"],
         ),
     ],
 )

@@ -158,7 +158,7 @@ def _recorded_exit(run: Run) -> Iterator[None]:
         )
         sys.exit(1)
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise
     finally:
         run.run_dir.finish_record(reason)
@@ -190,6 +190,7 @@ def _validate_only(config: RunConfig, run_dir: RunDir, inputs: Inputs) -> None:
     from pellucid.checkpoint_store import CheckpointStore
     from pellucid.controller.build import build_run
     from pellucid.controller.checkpointing import find_checkpoint, restore
+    from pellucid.controller.placement.failures import RankFailedError
     from pellucid.controller.stall import StallEnding, StallError
     from pellucid.controller.validation import validate
     from pellucid.metrics.trackers import Trackers
@@ -209,6 +210,9 @@ def _validate_only(config: RunConfig, run_dir: RunDir, inputs: Inputs) -> None:
             console.print(f"{name}: {value:.4g}", markup=False)
     except StallError as error:
         error.report.show()
+        sys.exit(1)
+    except RankFailedError as error:
+        error_console.print(str(error), style="red", markup=False)
         sys.exit(1)
     finally:
         run.close()

@@ -3,7 +3,7 @@
             prompts                  tokens + log-probs            + rewards
     loader ─────────► rollout engine ──────────────────► rewards ────────────┐
                             ▲                                                ▼
-                            │ the actor's own weights      old log-probs (actor), reference log-probs, values (critic)
+                            │ the actor's current weights  old log-probs (actor), reference log-probs, values (critic)
                             │                                                │
                             │                                                ▼
                       actor.update ◄──── critic.update ◄──── correction ◄── advantages

@@ -45,7 +45,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         gap = correct_mismatch(run, batch, step)
         metrics |= staleness_metrics(run, batch)
         metrics |= update(run, batch, step)
-        # The native engine reads the actor's own weights, so this costs nothing; other engines copy here.
+        # In one process the native engine reads the actor's own weights and this costs nothing; over ranks it gathers them.
         run.display.stage(Stage.WEIGHT_SYNC)
         with run.spans.span(Stage.WEIGHT_SYNC, step=step):
             run.rollout_engine.sync_weights()
@@ -146,6 +146,6 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
     except NonFiniteError:
         folder = run.run_dir.path / "failures" / f"step_{step:06d}"
         write_rollouts(folder / "rollouts.jsonl.zst", batch.rollouts, step, pieces=run.token_pieces)
-        save_file({name: tensor.contiguous() for name, tensor in batch.tensors().items()}, folder / "batch.safetensors")
+        save_file({name: tensor.clone() for name, tensor in batch.tensors().items()}, folder / "batch.safetensors")
         raise
     return metrics

@@ -210,19 +210,17 @@ def gathered_tensors(sharding: Sharding) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def gather_into(sharding: Sharding, model: PreTrainedModel, *, only_trained: bool = False) -> None:
-    """Copy the whole current weights into `model`, on every rank; one tensor is gathered at a time.
+def gather_into(sharding: Sharding, model: PreTrainedModel) -> None:
+    """Copy the whole current weights into `model`, on every rank; one tensor is gathered at a time, under LoRA the adapters alone.
 
-    Collective: every rank calls it with the same `only_trained`.
+    Collective: every rank calls it.
 
     Args:
         sharding: the model spread over the ranks.
-        model: a plain copy of the same structure, under LoRA with the same adapted layers; it may have other dtypes.
-        only_trained: under LoRA gather the adapters alone, the base being in `model` from an earlier call.
+        model: a plain copy of the same structure, under LoRA with the same adapted layers and base; it may have other dtypes.
     """
     own = state_tensors(model)
-    names = sharding.tensor_names if only_trained else sharding.state_names
-    for name, tensor in _model_state(sharding.root, names).items():
+    for name, tensor in _model_state(sharding.root, sharding.tensor_names).items():
         own[name].copy_(_whole(tensor, sharding.device))
 
 

@@ -34,6 +34,7 @@ FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 """The config key that errors name unless the caller shards another role's model."""
 Item = TypeVar("Item")
 REPLICATE, SHARD = "replicate", "shard"
+MEET_S = 300.0
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 ROOT_PREFIX = "model."
 """What `Root` puts before the names of the model's tensors."""
@@ -60,10 +61,13 @@ class ShardingPlan:
 def join_ranks(rank: int, num_ranks: int, *, init_method: str, device: torch.device, timeout_s: float = 1800.0) -> None:
     """Make this process one of `num_ranks` that meet at `init_method` (`tcp://host:port` or `file://path`).
 
+    They have five minutes to meet; a collective gives up after `timeout_s`.
+
     Collectives on CPU tensors go over gloo, those on CUDA tensors over nccl, on NPU tensors over hccl.
     """
+    store, _, _ = next(dist.rendezvous(init_method, rank, num_ranks, timeout=timedelta(seconds=MEET_S)))
     dist.init_process_group(
-        _BACKENDS[device.type], init_method=init_method, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+        _BACKENDS[device.type], store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
     )
 
 

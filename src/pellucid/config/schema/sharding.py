@@ -21,7 +21,8 @@ class FsdpConfig:
     """Ranks that hold one copy of the model between them; -1 is all. Fewer, a divisor of the number of ranks, make
     several copies (HSDP): less traffic between machines, more memory."""
     param_offload: bool = False
-    """Keep weights, gradients and optimizer state in CPU memory, and step there: slower, for models that do not fit."""
+    """Keep weights, gradients and optimizer state in CPU memory, and step there: slower, and the device holds little more than
+    the copy that responses are sampled from."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in CPU memory; the weights stay on the device."""
     reshard_after_forward: bool = True

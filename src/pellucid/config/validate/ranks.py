@@ -33,6 +33,7 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     if trainer.placement == "ray":
         yield from _cluster(config)
         yield from _pools(config)
+    if trainer.placement == "ray" or config.actor_rollout_ref.actor.fsdp_config.param_offload:
         yield from _laboratory(config)
 
 
@@ -124,8 +125,9 @@ def _laboratory(config: RunConfig) -> Iterator[UserError]:
         if value:
             yield UserError(
                 f"actor_rollout_ref.rollout.simulate_mismatch.{key}",
-                f"{value} is simulated in one process only, and placement: ray samples on the ranks.",
-                "Set trainer.placement: local, or remove the key.",
+                f"{value} is simulated only where one process samples from the trained weights themselves; placement: ray and "
+                "param_offload sample from a copy.",
+                "Set trainer.placement: local and actor_rollout_ref.actor.fsdp_config.param_offload: false, or remove the key.",
             )
 
 

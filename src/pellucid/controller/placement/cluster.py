@@ -21,7 +21,7 @@ from pellucid.errors import UserError
 
 POLICY = "policy"
 """The pool that holds the actor, the rollout engine, and every role without a pool of its own."""
-ANSWER_S, RESERVE_S = 5.0, 30.0
+CONNECT_S, RESERVE_S = 5.0, 30.0
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """How ranks of one machine are told to listen on no other interface."""
 _RESOURCE = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
@@ -134,11 +134,13 @@ class Cluster:
 
     def close(self) -> None:
         """Give the places back and leave; a cluster that was started here ends."""
-        for group in self._groups.values():
-            remove_placement_group(group)
-        self._groups = {}
-        if self._owned:
-            ray.shutdown()
+        groups, self._groups = self._groups, {}
+        try:
+            for group in groups.values():
+                remove_placement_group(group)
+        finally:
+            if self._owned:
+                ray.shutdown()
 
 
 def _connection_error(error: BaseException) -> UserError:
@@ -210,7 +212,7 @@ def _check_reachable(address: str) -> None:
             "Write host:port (Ray's own port is 6379), or auto for the cluster that this machine belongs to.",
         )
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except OSError as error:
         raise UserError(
             "trainer.ray_address",

@@ -1,5 +1,6 @@
 """What can go wrong with a rank beside the user's mistakes: it raised, it died, or it stopped making progress."""
 
+import re
 from pathlib import Path
 
 
@@ -32,5 +33,8 @@ def _tail(log: Path, num_lines: int = 15) -> str:
         return f"  (no log at {log})"
     with log.open("rb") as handle:
         handle.seek(max(0, log.stat().st_size - 8192))
-        lines = handle.read().decode(errors="replace").splitlines()[-num_lines:]
+        lines = handle.read().decode(errors="replace").splitlines()
+    # A restarted rank goes on in the same file: what the process before it wrote is not its own.
+    began = [index for index, line in enumerate(lines) if re.search(r"rank \d+ of \d+, process", line)]
+    lines = lines[began[-1] if began else 0 :][-num_lines:]
     return "\n".join([f"  last lines of {log}:", *(f"  | {line}" for line in lines)])

@@ -6,7 +6,6 @@ progress bar and the watchdog.
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from pellucid.controller.make_roles import RoleName
 from pellucid.controller.placement.failures import RankDiedError, RankRaisedError, RankStalledError
 from pellucid.controller.placement.wire import SharedTensors
-from pellucid.controller.placement.worker import Outcome, Progress
+from pellucid.controller.placement.worker import Outcome, Progress, this_machine
 from pellucid.errors import UserError
 from pellucid.training.protocol import NonFiniteError
 
@@ -63,7 +62,7 @@ class WorkerGroup:
         self._stall_timeout_s, self._heartbeat = stall_timeout_s, heartbeat
         self._poll_s = max(POLL_S, len(members) / RANKS_POLLED_A_SECOND)
         self._places: list[tuple[str, int]] = []
-        """Host and process id of each rank."""
+        """Machine and process id of each rank."""
         self._busy = False
         """Whether a call was sent out and has not come back."""
 
@@ -107,13 +106,18 @@ class WorkerGroup:
     def locate(self) -> list[tuple[str, int]]:
         """Return an address and a free port of each rank's machine, once all their processes are up."""
         answers = self.ask("where")
-        self._places = [(host, pid) for host, _, _, pid in answers]
+        self._places = [(machine, pid) for machine, _, _, pid in answers]
         return [(address, port) for _, address, port, _ in answers]
+
+    @property
+    def machines(self) -> list[str]:
+        """The machine of each rank, once `locate` has been called."""
+        return [machine for machine, _ in self._places]
 
     @property
     def all_here(self) -> bool:
         """Whether all ranks are on the controller's machine, once `locate` has been called."""
-        return {host for host, _ in self._places} == {socket.gethostname()}
+        return {machine for machine, _ in self._places} == {this_machine()}
 
     def wait_for_save(self) -> None:
         """Wait until what `start_saving` began is on disk; unlike the other methods it may be called beside a running one."""
@@ -160,7 +164,7 @@ class WorkerGroup:
     def _raise_first(self, calls: list[Any]) -> NoReturn:
         """Raise what explains a failed call best: a death before a mistake, and that before what followed from either.
 
-        Where every rank made the same mistake, they are fit for further calls; else they are ended.
+        Where every rank has answered with a mistake, they are fit for further calls; else they are ended.
         """
         ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S, fetch_local=False)
         errors: list[tuple[int, BaseException]] = []
@@ -170,8 +174,9 @@ class WorkerGroup:
                 ray.get(call, timeout=0)
             except GetTimeoutError:
                 continue  # waits for the one that failed
-            except RayActorError:
-                errors.append((0, RankDiedError(member.name, "the process died", member.log)))
+            except RayActorError as error:
+                said = "" if member.log.is_file() else f": {error}"
+                errors.append((0, RankDiedError(member.name, f"the process died{said}", member.log)))
             except RayTaskError as error:
                 cause = error.cause
                 if isinstance(cause, UserError | NonFiniteError | OSError):
@@ -192,7 +197,7 @@ class WorkerGroup:
         for question in questions:
             try:
                 answers.append(ray.get(question, timeout=0))
-            except (GetTimeoutError, RayActorError):  # a death shows in the call itself
+            except (GetTimeoutError, RayActorError, RayTaskError):  # a death shows in the call itself
                 answers.append(None)
         return answers
 
@@ -222,11 +227,11 @@ class WorkerGroup:
 
     def _signal(self, index: int, number: signal.Signals) -> None:
         """Send a signal to a rank on this machine."""
-        if self._places and self._places[index][0] == socket.gethostname():
+        if self._places and self._places[index][0] == this_machine():
             try:
                 os.kill(self._places[index][1], number)
-            except ProcessLookupError:
-                return
+            except (ProcessLookupError, PermissionError):
+                return  # it is gone, or another's by now
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -247,4 +252,4 @@ def _total(progress: list[Progress | None]) -> int:
 
 
 def _where_they_are(progress: list[Progress | None]) -> list[tuple[int, list[str]] | None]:
-    return [None if answer is None else (answer.num_done, answer.in_hand) for answer in progress]
+    return [None if answer is None else (answer.num_beats, answer.in_hand) for answer in progress]

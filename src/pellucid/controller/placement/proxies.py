@@ -44,6 +44,10 @@ class RemoteRole:
         done, self._flops_taken = self._flops - self._flops_taken, self._flops
         return done
 
+
+class RemoteTrainedRole(RemoteRole):
+    """See `TrainedRole`."""
+
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """See `TrainedRole.save`."""
         self._run("save", folder.absolute(), contents)
@@ -58,7 +62,7 @@ class RemoteRole:
         self._run("load", folder.absolute(), contents)
 
 
-class RemoteActor(RemoteRole):
+class RemoteActor(RemoteTrainedRole):
     """See `PolicyRole`."""
 
     name = "actor"
@@ -86,7 +90,7 @@ class RemoteReference(RemoteRole):
         self._run("compute_log_probs", batch, on_done=on_done)
 
 
-class RemoteCritic(RemoteRole):
+class RemoteCritic(RemoteTrainedRole):
     """See `CriticRole`."""
 
     name = "critic"

@@ -1,8 +1,9 @@
 """The Ray placement: pools of ranks, each a process group, and proxies of the roles that live on them."""
 
-import shutil
+import contextlib
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,21 +42,23 @@ class RayPlacement:
         """
         self._config, self._run_dir, self._total_steps = config, run_dir, total_steps
         pools = plan_pools(config)
-        self._meeting = Path(tempfile.mkdtemp(prefix="pellucid-"))
-        self._cluster = Cluster(config, pools)
         self._groups: dict[str, WorkerGroup] = {}
-        shared = SharedTensors(ray)
-        try:
+        with contextlib.ExitStack() as opened:
+            self._meeting = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="pellucid-")))
+            self._cluster = Cluster(config, pools)
+            opened.callback(self._cluster.close)
+            shared = SharedTensors(ray)
             for pool in pools:
                 self._groups[pool.name] = self._start(pool, shared, heartbeat)
+                opened.callback(self._groups[pool.name].close)
             # All pools start at once; only then is each waited for.
             for pool in pools:
                 self._meet(pool)
+            ranks_on = dict(Counter(machine for group in self._groups.values() for machine in group.machines))
             for group in self._groups.values():
+                group.ask("share_cores", ranks_on)
                 group.ask("make_roles")
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
         self.roles = self._proxies(pools)
         self.num_ranks = sum(pool.num_ranks for pool in pools)
         self.device = f"{self._cluster.device}, {self.num_ranks} ranks"
@@ -65,7 +68,6 @@ class RayPlacement:
         """Start the pool's processes; each writes into a log of its own."""
         config = self._config
         path = [str(Path(place).absolute()) for place in sys.path if place]
-        per_machine = pool.ranks_per_node if config.trainer.nnodes > 1 else sum(p.num_ranks for p in plan_pools(config))
         as_actor: Any = ray.remote(concurrency_groups={"control": 1, "saving": 1})  # pyright: ignore[reportCallIssue]
         worker = as_actor(RankWorker)
         members = []
@@ -74,7 +76,6 @@ class RayPlacement:
                 pool=pool.name,
                 rank=rank,
                 num_ranks=pool.num_ranks,
-                ranks_on_machine=per_machine,
                 run_dir=self._run_dir.path.absolute(),
                 working_dir=Path.cwd(),
                 python_path=path,
@@ -138,8 +139,4 @@ class RayPlacement:
 
     def close(self) -> None:
         """See `Placement`."""
-        for group in self._groups.values():
-            group.close()
-        self._groups = {}
-        self._cluster.close()
-        shutil.rmtree(self._meeting, ignore_errors=True)
+        self._opened.close()

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ from pellucid.training.sharding import join_ranks, leave_ranks
 from pellucid.types import Batch, Prompt
 
 log = logging.getLogger("pellucid.rank")
+NO_LIMIT_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,6 @@ class RankSpec:
     pool: str
     rank: int
     num_ranks: int
-    ranks_on_machine: int
-    """Ranks of all pools that share this machine's cores."""
     run_dir: Path
     """Absolute; every machine sees it."""
     working_dir: Path
@@ -78,6 +78,8 @@ class Progress:
 
     num_done: int = 0
     """Samples of its share."""
+    num_beats: int = 0
+    """Signs of life: finished samples, and decoded tokens where none finishes for long."""
     in_hand: list[str] = field(default_factory=list)
     """Names of the samples it works on."""
     waits: bool = False
@@ -102,6 +104,11 @@ class RankWorker:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
+        self._roles = Roles()
+        self._progress = Progress()
+        self._running: tuple[int, RoleName] | None = None
+        """Thread and role of the call that is being run."""
+        self._waits: list[Callable[[], None]] = []
         self._mistake = _missing_folder(spec)
         folder = Path(tempfile.gettempdir()) if self._mistake else spec.log.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,27 +127,25 @@ class RankWorker:
         os.chdir(spec.working_dir)
         sys.path += [place for place in spec.python_path if place not in sys.path]
         devices.keep_freed_memory()
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // spec.ranks_on_machine))
-        self._device = devices.choose_device(spec.device)
+        try:
+            self._device = devices.choose_device(spec.device)
+        except UserError as error:
+            self._mistake = error
+            return
         self._dtype = torch_dtype(spec.config.actor_rollout_ref.model.dtype)
-        self._roles = Roles()
-        self._progress = Progress()
-        self._running: tuple[int, RoleName] | None = None
-        """Thread and role of the call that is being run."""
-        self._waits: list[Callable[[], None]] = []
         self._spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json")
 
     def where(self) -> tuple[str, str, int, int]:
-        """Return this machine's name, its address, a port of it that is free, and the process id.
+        """Return which machine this is, its address, a port of it that is free, and the process id.
 
         Raises:
-            UserError: the machine does not see the run's folders.
+            UserError: the machine does not see the run's folders, or lacks the device.
         """
         if self._mistake:
             raise self._mistake
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return socket.gethostname(), ray.util.get_node_ip_address(), probe.getsockname()[1], os.getpid()
+            return this_machine(), ray.util.get_node_ip_address(), probe.getsockname()[1], os.getpid()
 
     def join(self, meeting_point: str) -> None:
         """Become a rank of the pool's process group.
@@ -152,13 +157,22 @@ class RankWorker:
         if spec.num_ranks == 1:
             return
         try:
-            join_ranks(spec.rank, spec.num_ranks, init_method=meeting_point, device=self._device)
+            # The controller's watch comes first: a collective gives up only when that is over.
+            limit_s = spec.config.trainer.stall_timeout_s
+            timeout_s = NO_LIMIT_S if limit_s is None else limit_s + 600.0
+            join_ranks(
+                spec.rank, spec.num_ranks, init_method=meeting_point, device=self._device, timeout_s=timeout_s
+            )
         except (DistNetworkError, DistStoreError) as error:
             raise UserError(
                 "trainer.rendezvous_port",
                 f"the ranks of the {spec.pool} pool cannot meet at {meeting_point}: {str(error).splitlines()[0]}",
                 "Name a port that is free on the first machine and open between the machines, or null to let one be picked.",
             ) from error
+
+    def share_cores(self, ranks_on: dict[str, int]) -> None:
+        """Take this rank's part of the machine's cores, given how many ranks of all pools each machine has."""
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_on[this_machine()]))
 
     def make_roles(self) -> None:
         """Load the models of the pool's roles and take this rank's shards of them."""
@@ -169,8 +183,6 @@ class RankWorker:
             self._roles = make_roles(
                 config, spec.roles, tokenizer, choose_policy_loss(config), compute, spec.total_steps
             )
-            if self._roles.rollout is not None:
-                self._roles.rollout.sync_weights()
         log.info("roles: %s", ", ".join(spec.roles))
 
     def peak_flops(self) -> float:
@@ -229,6 +241,7 @@ class RankWorker:
 
     def _count(self, num_done: int) -> None:
         self._progress.num_done += num_done
+        self._progress.num_beats += 1
 
     def _outcome(self) -> Outcome:
         roles = {name: self._roles.named(name) for name in self._spec.roles if name != "rollout"}
@@ -247,7 +260,7 @@ class RankWorker:
     @ray.method(concurrency_group="control")
     def progress(self) -> Progress:
         """Return how far the call is that another thread runs."""
-        now = Progress(self._progress.num_done)
+        now = Progress(self._progress.num_done, self._progress.num_beats)
         if (running := self._running) is not None:
             thread, role = running
             now.in_hand = self._roles.named(role).in_hand
@@ -262,6 +275,12 @@ class RankWorker:
             leave_ranks()
         self._spans.close()
         log.info("done")
+
+
+def this_machine() -> str:
+    """Return what tells this machine from all others: names may be the same, and addresses several."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else uuid.getnode()}"
 
 
 def _missing_folder(spec: RankSpec) -> UserError | None:

@@ -103,7 +103,8 @@ class NativeRolloutEngine:
     @property
     def in_hand(self) -> list[str]:
         """The samples that are being decoded at this moment."""
-        rows = [] if self._active is None else self._active.rows
+        active = self._active  # read once: another thread may end the generation
+        rows = [] if active is None else active.rows
         return [f"{row.prompt.uid} sample {row.sample}" for row in rows]
 
 

@@ -29,10 +29,9 @@ class GatheredPolicy:
     """A whole copy of a sharded policy on each rank, as of the last `sync`."""
 
     def __init__(self, engine: FsdpEngine, model: PreTrainedModel) -> None:
-        """Take over `model`, a plain copy of what `engine` holds sharded."""
+        """Take over `model`, a plain copy of the weights that `engine` holds sharded at this moment."""
         self._engine, self.model, self.device, self.dtype = engine, model.requires_grad_(False), engine.device, engine.dtype
         self.version = engine.version
-        self._synced = False
 
     def sync(self) -> None:
         """Gather the current weights from all ranks into the copy. Collective: every rank calls it."""
@@ -40,10 +39,10 @@ class GatheredPolicy:
 
         sharding = self._engine.sharding
         assert sharding is not None
-        gather_into(sharding, self.model, only_trained=self._synced)
-        self.version, self._synced = self._engine.version, True
+        gather_into(sharding, self.model)
+        self.version = self._engine.version
 
     def autocast(self) -> AbstractContextManager[object]:
         """See `SampledPolicy.autocast`."""
-        assert self._synced and self.version == self._engine.version, "sampling from weights of another version"
+        assert self.version == self._engine.version, "sampling from weights of another version"
         return self._engine.autocast()
