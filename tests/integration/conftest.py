@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import Command, Done, Server, run_fresh
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from pellucid.training.common.models import BUILTIN_FOLDER
 
 NUM_STEPS = 4
 RECIPE = f"""
@@ -118,3 +122,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Return every file below a folder; the lock and the log, which has every start, are no content."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "controller.log"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="session")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random sequence classifier of the built-in model's shape, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("judge")
+    config = AutoConfig.from_pretrained(BUILTIN_FOLDER, num_labels=1)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        model.score.weight.normal_(std=0.5)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BUILTIN_FOLDER).save_pretrained(folder)
+    return folder

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checks import ONE_STEP, TWO_STEPS, dump, trained
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from conftest import last_checkpoint, metrics, untimed
 from pellucid.training.common.models import BUILTIN_FOLDER
@@ -298,20 +298,6 @@ def test_lora_trains_is_exported_and_evaluated(work):
 
 
 # --- the reward model -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-    """A random sequence classifier of the built-in model's shape, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("judge")
-    config = AutoConfig.from_pretrained(BUILTIN_FOLDER, num_labels=1)
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        model.score.weight.normal_(std=0.5)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(BUILTIN_FOLDER).save_pretrained(folder)
-    return folder
 
 
 def judged(folder, records):

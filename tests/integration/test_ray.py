@@ -109,6 +109,25 @@ def test_lora_and_a_reference_over_two_ranks_match_one_process(work: Workspace) 
     assert (work.run_dir / "checkpoints" / "global_step_3" / "hf_model" / "model.safetensors").is_file()
 
 
+def test_a_reward_model_over_two_ranks_scores_as_in_one_process(work: Workspace, judge: Path) -> None:
+    same = (*QUIET, "trainer.total_training_steps=1", "reward_model.enable=true", f"reward_model.model.path={judge}")
+    work.train(*same, "trainer.default_local_dir=local")
+    work.train(*same, *RANKS, "actor_rollout_ref.model.dtype=bfloat16", "algorithm.adv_estimator=remax")
+    here, there = (dump(folder, 1) for folder in (work.folder / "local", work.run_dir))
+    of_tokens = {(row["uid"], tuple(row["response_ids"])): row["reward"] for row in here}
+    shared = [row for row in there if (row["uid"], tuple(row["response_ids"])) in of_tokens]
+    assert shared
+    for row in shared:
+        assert row["reward"] == pytest.approx(of_tokens[row["uid"], tuple(row["response_ids"])], abs=0.05)
+
+
+def test_nan_on_the_ranks_saves_the_batch_and_stops(work: Workspace) -> None:
+    work.write("nan.py", "def loss(inputs):\n    return -inputs.logp * inputs.advantages * float('nan'), {}\n")
+    done = work.train(*RANKS, *QUIET, "actor_rollout_ref.actor.policy_loss.loss_mode=nan.py:loss", status=1)
+    assert "actor/loss is nan at samples" in done.output and "Traceback" not in done.output
+    assert (work.run_dir / "failures" / "step_000001" / "batch.safetensors").is_file()
+
+
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(work: Workspace) -> None:
     command = work.start("train", work.recipe, *RANKS, "trainer.total_training_steps=1000", "trainer.test_freq=-1")
     wait_for(lambda: steps_done(work.run_dir) >= 2, command)
