@@ -34,7 +34,7 @@ def place_roles(
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_worker_niceness", "0")  # ranks are the work, not something beside it
     elif (Path.home() / ".ray" / "auth_token").exists():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # a cluster that was started here wants it, others do not mind
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `ray start` does where there is a token
     from pellucid.controller.placement.ray import RayPlacement
 
     return RayPlacement(config, run_dir, total_steps, heartbeat)
