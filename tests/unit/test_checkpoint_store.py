@@ -171,7 +171,7 @@ def test_the_background_yields_to_training(tmp_path):
 
     store.start(1, start)
     store.finish()
-    assert priorities == [min(before + 10, 19)]
+    assert priorities == [min(before + 13, 19)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
