@@ -6,6 +6,7 @@ progress bar and the watchdog.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ class WorkerGroup:
         """Machine and process id of each rank."""
         self._busy = False
         """Whether a call was sent out and has not come back."""
+        self._failure: BaseException | None = None
+        """What the ranks were ended for."""
+        self._failing = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.members)
@@ -121,13 +125,18 @@ class WorkerGroup:
 
     def wait_for_save(self) -> None:
         """Wait until what `start_saving` began is on disk; unlike the other methods it may be called beside a running one."""
-        calls = [member.handle.wait_for_save.remote() for member in self.members]
-        try:
-            ray.get(calls)
-        except (RayActorError, RayTaskError):
-            self._raise_first(calls)
+        self._results("save", [member.handle.wait_for_save.remote() for member in self.members], None)
 
     def _wait(
+        self, what: str, calls: list[Any], on_done: Callable[[int], None] | None, *, answering_is_progress: bool = False
+    ) -> list[Any]:
+        """Return all results of the call that the ranks are busy with."""
+        self._busy = True
+        results = self._results(what, calls, on_done, answering_is_progress=answering_is_progress)
+        self._busy = False
+        return results
+
+    def _results(
         self, what: str, calls: list[Any], on_done: Callable[[int], None] | None, *, answering_is_progress: bool = False
     ) -> list[Any]:
         """Return all results; a rank that fails or stalls ends the wait for the others."""
@@ -135,7 +144,6 @@ class WorkerGroup:
         if limit_s is not None and not self._places:
             limit_s = max(limit_s, START_S)
         results: dict[Any, Any] = {}
-        self._busy = True
         seen: list[Progress | None] = []
         moved_at = time.monotonic()
         while len(results) < len(calls):
@@ -158,7 +166,6 @@ class WorkerGroup:
             waited_s = time.monotonic() - moved_at
             if limit_s is not None and waited_s > limit_s:
                 self._raise_stalled(what, waited_s, progress, [call in results for call in calls])
-        self._busy = False
         return [results[call] for call in calls]
 
     def _raise_first(self, calls: list[Any]) -> NoReturn:
@@ -185,9 +192,18 @@ class WorkerGroup:
                 else:
                     what = f"{type(cause).__name__}: {cause}"
                     errors.append((2, RankRaisedError(member.name, what, member.log)))
-        if agreed < len(calls):
-            self.kill()
-        raise min(errors, key=lambda error: error[0])[1]
+        first = min(errors, key=lambda error: error[0])[1]
+        if agreed == len(calls):
+            raise first
+        self._end(first)
+
+    def _end(self, failure: BaseException) -> NoReturn:
+        """End all ranks and raise what they are ended for, in whichever thread: what follows from their end is no failure."""
+        with self._failing:
+            if self._failure is None:
+                self._failure = failure
+                self.kill()
+        raise self._failure
 
     def _progress(self) -> list[Progress | None]:
         """Return how far each rank is; None where one does not answer in time."""
@@ -221,9 +237,8 @@ class WorkerGroup:
             sample = f", sample {at.in_hand[0]}" if at.in_hand else ""
             doing = f"after {at.num_done} samples{sample}; it is at\n{at.stack}"
         time.sleep(0.2)  # for the stacks to reach the log
-        self.kill()
         member = self.members[culprit]
-        raise RankStalledError(member.name, f"no progress in {what} for {waited_s:.0f} s: {doing}", member.log)
+        self._end(RankStalledError(member.name, f"no progress in {what} for {waited_s:.0f} s: {doing}", member.log))
 
     def _signal(self, index: int, number: signal.Signals) -> None:
         """Send a signal to a rank on this machine."""
@@ -243,7 +258,11 @@ class WorkerGroup:
         """Let the ranks leave their process group and end them; those that are in the middle of a call end at once."""
         if not self._busy:
             leaving = [member.handle.leave.remote() for member in self.members]
-            ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S, fetch_local=False)  # a rank that cannot leave is ended
+            _, staying = ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S, fetch_local=False)
+            if not staying:
+                for member in self.members:  # by Ray alone, which calls a process that ends otherwise a failure
+                    ray.kill(member.handle)
+                return
         self.kill()
 
 
