@@ -110,7 +110,7 @@ def load_shards(
     Raises:
         UserError: the checkpoint's tensors are not this model's, or a part is not in it.
     """
-    for part in {_MODEL, _OPTIMIZER} & set(contents) - stored_parts(folder):
+    for part in sorted({_MODEL, _OPTIMIZER} & set(contents) - stored_parts(folder)):
         if part == _MODEL or optimizer is not None:
             raise UserError(
                 "actor_rollout_ref.actor.checkpoint.load_contents",
