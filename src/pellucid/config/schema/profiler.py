@@ -1,0 +1,202 @@
+"""Section `global_profiler`, and the `profiler` block of every role: what is captured, of whom, with which tool.
+
+`validate/profiling.py` has the rules; `controller/profiling.py` turns both into each process's request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pellucid.config.fields import OrImportPath, Range, link
+
+ToolName = Annotated[Literal["torch", "torch_memory", "nsys", "npu"], OrImportPath()]
+StageName = Literal[
+    "rollout_generate",
+    "actor_compute_log_prob",
+    "ref_compute_log_prob",
+    "compute_values",
+    "compute_rm_score",
+    "critic_update",
+    "actor_update",
+]
+Count = Annotated[int, Range(ge=0)]
+
+
+@dataclass(frozen=True)
+class NsysToolConfig:
+    """NVIDIA Nsight Systems."""
+
+    discrete: bool = field(default=False, metadata=link("${global_profiler.global_tool_config.nsys.discrete}"))
+    """One capture for each stage instead of one for each step; null follows the global key."""
+
+
+@dataclass(frozen=True)
+class NpuToolConfig:
+    """The profiler of Ascend NPUs (`torch_npu.profiler`)."""
+
+    contents: list[Literal["npu", "cpu", "memory", "shapes", "module", "stack"]] = field(default_factory=list)
+    """What is collected; empty means npu and cpu. `module` records the call stack at less cost than `stack`."""
+    level: Literal["level_none", "level0", "level1", "level2"] = "level0"
+    """Depth: level0 applications and operators on the NPU, level1 also AscendCL and AI Core metrics, level2 also the CANN
+    runtime and AI CPU."""
+    analysis: bool = True
+    """Parse the data as soon as it is collected; otherwise `pellucid profile analyse` does it later."""
+    discrete: bool = False
+    """One capture for each stage instead of one for each step."""
+
+
+@dataclass(frozen=True)
+class TorchToolConfig:
+    """PyTorch's own profiler."""
+
+    contents: list[Literal["cpu", "cuda", "memory", "shapes", "module", "stack"]] = field(default_factory=list)
+    """What is collected; empty means cpu and, where there is one, cuda."""
+    discrete: bool = False
+    """One capture for each stage instead of one for each step."""
+    step_start: Count = 0
+    """First mini-batch of an update that is captured; with `step_end`, short for a schedule of mini-batches."""
+    step_end: Annotated[int, Range(ge=1)] | None = None
+    """Mini-batch of an update before which the capture ends; null: the last."""
+
+
+@dataclass(frozen=True)
+class TorchMemoryToolConfig:
+    """Who holds memory: snapshots of CUDA's allocator, or on a CPU the profiler's memory events."""
+
+    trace_alloc_max_entries: Annotated[int, Range(ge=1)] = field(
+        default=100000, metadata=link("${global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries}")
+    )
+    """Most allocations and frees that are kept, the latest; null follows the global key."""
+    stack_depth: Annotated[int, Range(ge=1)] = field(
+        default=32, metadata=link("${global_profiler.global_tool_config.torch_memory.stack_depth}")
+    )
+    """Most frames of an allocation's stack; null follows the global key."""
+
+
+@dataclass(frozen=True)
+class RoleToolConfig:
+    """Settings of the tools, of which the role's `tool` reads its own."""
+
+    nsys: NsysToolConfig = field(default_factory=NsysToolConfig)
+    """NVIDIA Nsight Systems."""
+    npu: NpuToolConfig = field(default_factory=NpuToolConfig)
+    """The profiler of Ascend NPUs (`torch_npu.profiler`)."""
+    torch: TorchToolConfig = field(default_factory=TorchToolConfig)
+    """PyTorch's own profiler."""
+    torch_memory: TorchMemoryToolConfig = field(default_factory=TorchMemoryToolConfig)
+    """Who holds memory: snapshots of CUDA's allocator, or on a CPU the profiler's memory events."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """A window inside a stage: of many like units a few are captured. Stages in it have captures of their own."""
+
+    unit: Literal["micro_batch", "mini_batch", "decode_step"] = "micro_batch"
+    """What is counted: micro_batch in passes and updates, mini_batch in updates, decode_step in rollout_generate."""
+    skip_first: Count = 0
+    """Units before the first cycle."""
+    wait: Count = 0
+    """Units at the start of each cycle that are not captured."""
+    warmup: Count = 0
+    """Units after these in which the tool already runs and its results are thrown away."""
+    active: Annotated[int, Range(ge=1)] = 1
+    """Units after these that are captured, as one file."""
+    repeat: Count = 1
+    """Cycles of wait, warmup and active; 0 goes on to the end of the stage."""
+    stages: list[StageName] = field(default_factory=list)
+    """Stages of this role that are sampled so; empty: no schedule."""
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Profiling of one role."""
+
+    tool: ToolName | None = field(default=None, metadata=link("${global_profiler.tool}"))
+    """What captures: torch, torch_memory, nsys, npu, or a class of your own as `file.py:name`; null follows the global key."""
+    enable: bool = False
+    """Profile this role."""
+    all_ranks: bool = False
+    """On all of its ranks."""
+    ranks: list[Count] = field(default_factory=list)
+    """Or on these alone; of rollout, the numbers of inference engines. Empty without `all_ranks` means none."""
+    save_path: str | None = field(default=None, metadata=link("${global_profiler.save_path}"))
+    """Folder for the files; null follows the global key."""
+    tool_config: RoleToolConfig = field(default_factory=RoleToolConfig)
+    """Settings of the tools, of which `tool` reads its own."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """A window inside a stage: of many like units a few are captured. Stages in it have captures of their own."""
+
+
+@dataclass(frozen=True)
+class GlobalNsysConfig:
+    """Nsight Systems: options of `nsys profile`, as a mapping of its long options without the dashes."""
+
+    discrete: bool = False
+    """One capture for each stage instead of one for each step."""
+    controller_nsight_options: dict[str, str | int | bool] = field(
+        default_factory=lambda: {
+            "trace": "cuda,nvtx,cublas,ucx",
+            "cuda-memory-usage": "true",
+            "cuda-graph-trace": "graph",
+        }
+    )
+    """Options for the controller's process, which is recorded from start to end."""
+    worker_nsight_options: dict[str, str | int | bool | None] = field(
+        default_factory=lambda: {
+            "trace": "cuda,nvtx,cublas,ucx",
+            "cuda-memory-usage": "true",
+            "cuda-graph-trace": "graph",
+            "capture-range": "cudaProfilerApi",
+            "capture-range-end": None,
+            "kill": "none",
+        }
+    )
+    """Options for the ranks' processes; `capture-range-end: null` becomes `repeat-shutdown:N` with the run's own number."""
+
+
+@dataclass(frozen=True)
+class GlobalTorchMemoryConfig:
+    """Memory snapshots."""
+
+    trace_alloc_max_entries: Annotated[int, Range(ge=1)] = 100000
+    """Most allocations and frees that are kept, the latest."""
+    stack_depth: Annotated[int, Range(ge=1)] = 32
+    """Most frames of an allocation's stack."""
+
+
+@dataclass(frozen=True)
+class GlobalToolConfig:
+    """Settings of tools for all roles."""
+
+    nsys: GlobalNsysConfig = field(default_factory=GlobalNsysConfig)
+    """NVIDIA Nsight Systems."""
+    torch_memory: GlobalTorchMemoryConfig = field(default_factory=GlobalTorchMemoryConfig)
+    """Memory snapshots."""
+
+
+@dataclass(frozen=True)
+class GlobalProfilerConfig:
+    """Profiling of the run: the tool, the steps, and what is done with the files."""
+
+    tool: ToolName | None = None
+    """What captures: torch, torch_memory, nsys, npu, or a class of your own as `file.py:name`."""
+    steps: list[Annotated[int, Range(ge=1)]] | None = None
+    """Steps that are profiled, e.g. [1, 2, 5]; null profiles none."""
+    save_path: str | None = None
+    """Folder for the files; null: `profile` in the run's folder."""
+    profile_continuous_steps: bool = False
+    """Let neighbouring steps share one capture, where captures are of whole steps."""
+    controller: bool | None = None
+    """Capture the controller's process too; null: with nsys alone."""
+    max_bytes: Annotated[int, Range(ge=1)] = 2 * 1024**3
+    """Most bytes of captures a process writes; beyond that it collects no more, and says so."""
+    strict: bool = False
+    """End the run when profiling fails, instead of going on without."""
+    finish_hook_cmd: str | None = None
+    """Shell command that runs once, after the last file is in place; PELLUCID_RUN_DIR, PELLUCID_PROFILE_DIR and
+    PELLUCID_MANIFEST name what it may want to upload."""
+    finish_hook_timeout_s: Annotated[float, Range(gt=0)] = 600.0
+    """Seconds after which that command is ended."""
+    global_tool_config: GlobalToolConfig = field(default_factory=GlobalToolConfig)
+    """Settings of tools for all roles."""

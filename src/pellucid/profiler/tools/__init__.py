@@ -1,0 +1,29 @@
+"""The tools by name; a class of the user's own comes by import path. Each is imported when it is used."""
+
+import importlib
+
+from pellucid.profiler.tools.base import Capture, Tool, ToolSettings
+
+TOOLS: dict[str, str] = {
+    "torch": "pellucid.profiler.tools.torch_trace:TorchTool",
+    "torch_memory": "pellucid.profiler.tools.torch_memory:TorchMemoryTool",
+    "nsys": "pellucid.profiler.tools.nsys:NsysTool",
+    "npu": "pellucid.profiler.tools.npu:NpuTool",
+}
+
+
+def tool_class(name: str) -> type[Tool]:
+    """Return the class of a tool.
+
+    Raises:
+        UserError: an import path leads to no class.
+    """
+    if name not in TOOLS:
+        from pellucid.plugins import load_object
+
+        return load_object(name, "global_profiler.tool")
+    module, _, attribute = TOOLS[name].partition(":")
+    return vars(importlib.import_module(module))[attribute]
+
+
+__all__ = ["TOOLS", "Capture", "Tool", "ToolSettings", "tool_class"]
