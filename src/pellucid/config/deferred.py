@@ -25,12 +25,6 @@ def _not_enabled(value: Any, tree: DictConfig) -> bool:
     return value is None or (isinstance(value, dict) and value.get("enable") in (None, False))
 
 
-def _profiles_no_step(value: Any, tree: DictConfig) -> bool:
-    return value is None or (
-        isinstance(value, dict) and (value.get("steps") in (None, []) or value.get("tool") is None)
-    )
-
-
 @dataclass(frozen=True)
 class Deferred:
     """One pattern of dotted keys.
@@ -72,8 +66,6 @@ _ENGINES = "the vLLM and SGLang engines"
 _REWARD_FSDP = "a reward model spread in a way of its own"
 
 DEFERRED: tuple[Deferred, ...] = (
-    Deferred("global_profiler", _profiles_no_step, "profiling"),
-    Deferred("*.profiler", _not_enabled, "profiling"),
     Deferred("reward_model.launch_reward_fn_async", (False,), "asynchronous rewards"),
     Deferred("reward_model.reward_manager", ("naive",), "reward managers"),
     Deferred("actor_rollout_ref.hybrid_engine", (True,), "split placement"),

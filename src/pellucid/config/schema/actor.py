@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import MISSING, Alias, Length, OrImportPath, Range, link
+from pellucid.config.fields import MISSING, NULL_IS_OFF, Alias, Length, OrImportPath, Range, link
+from pellucid.config.schema.profiler import ProfilerConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig, Strategy
 
 Positive = Annotated[int, Range(ge=1)]
@@ -141,6 +142,8 @@ class ActorConfig:
     """What a checkpoint holds."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer and its schedule."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_IS_OFF)
+    """Profiling of the policy update and of the policy's own log-probabilities; ref and rollout follow it."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +162,5 @@ class RefConfig:
         default=16384, metadata=link("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
     )
     """Most tokens in one forward pass; null follows the actor."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_IS_OFF)
+    """Profiling of the reference model; what is not set here follows the actor's block."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pellucid.config.fields import MISSING, Range, link
+from pellucid.config.fields import MISSING, NULL_IS_OFF, Range, link
 from pellucid.config.schema.actor import LossAggMode, OptimConfig, Positive
+from pellucid.config.schema.profiler import ProfilerConfig
 from pellucid.config.schema.sharding import FsdpConfig, Strategy
 
 
@@ -68,3 +69,5 @@ class CriticConfig:
     """Largest global gradient norm; a longer gradient is scaled down to it."""
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     """The optimizer and its schedule."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_IS_OFF)
+    """Profiling of the value model."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pellucid.config.fields import Range, link
+from pellucid.config.fields import NULL_IS_OFF, Range, link
+from pellucid.config.schema.profiler import ProfilerConfig
 
 Positive = Annotated[int, Range(ge=1)]
 Weight = Annotated[float, Range()]
@@ -69,3 +70,5 @@ class RewardConfig:
     """Processes that run the custom function in parallel."""
     reward_timeout_s: Annotated[float, Range(gt=0)] = 30.0
     """Seconds a reward call may take before it is stopped; a call that fails twice is masked out of training."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_IS_OFF)
+    """Profiling of the reward model."""

@@ -11,6 +11,7 @@ from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmConfig
 from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.data import DataConfig, SftDataConfig
 from pellucid.config.schema.model import ModelConfig, SftModelConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig
 from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.config.schema.trainer import SftTrainerConfig, TrainerConfig
@@ -46,6 +47,8 @@ class RunConfig:
     """From rewards to advantages."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run: its length, device, logs and checkpoints."""
+    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig, metadata=NULL_IS_OFF)
+    """Profiling: the tool, the steps, and what is done with the files; each role's `profiler` says of whom."""
 
     @property
     def num_ranks(self) -> int:
