@@ -140,7 +140,9 @@ def _value(value: Any, hint: Any, key: str, notices: list[str], allowed: str = "
         if value is None and type(None) in args:
             return None
         arms = [arg for arg in args if arg is not type(None)]
-        arm = next((arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)), arms[0])
+        like = [arm for arm in arms if arm is type(value)]
+        like += [arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)]
+        arm = next(iter(like), arms[0])
         return _value(value, arm, key, notices, allowed)
     if dataclasses.is_dataclass(hint):
         return _entry(value, hint, key, notices)

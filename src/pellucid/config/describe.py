@@ -38,6 +38,8 @@ class Key:
     doc: str
     """The field's docstring on one line."""
     is_section: bool
+    of: type
+    """The dataclass that has the key as a field."""
 
 
 @cache
@@ -60,10 +62,10 @@ def keys(root: type, prefix: str = "") -> Iterator[Key]:
     for item in dataclasses.fields(root):
         hint, name = hints[item.name], prefix + item.name
         if dataclasses.is_dataclass(hint):
-            yield Key(name, "section", "", docs[item.name], True)
+            yield Key(name, "section", "", docs[item.name], True, root)
             yield from keys(hint, f"{name}.")  # pyright: ignore[reportArgumentType]
         else:
-            yield Key(name, type_text(hint), yaml_value(default_of(item)), docs[item.name], False)
+            yield Key(name, type_text(hint), yaml_value(default_of(item)), docs[item.name], False, root)
 
 
 def annotated_yaml(root: type, values: dict[str, Any] | None = None) -> str:
@@ -93,6 +95,9 @@ def _fields(cls: type, values: dict[str, Any], depth: int) -> Iterator[str]:
         if dataclasses.is_dataclass(hint):
             yield f"{comment}\n{indent}{item.name}:"
             yield from _fields(hint, value, depth + 1)  # pyright: ignore[reportArgumentType]
+        elif isinstance(value, dict) and value:
+            entries = [f"{indent}  {key}: {yaml_value(entry)}" for key, entry in value.items()]
+            yield "\n".join([comment, f"{indent}{item.name}:", *entries])
         else:
             yield f"{comment}\n{indent}{item.name}: {yaml_value(value)}"
 
@@ -130,9 +135,21 @@ def markdown() -> str:
 
 
 def _sections(root: type) -> Iterator[list[str]]:
-    """Yield the Markdown lines of each section: a heading, and a table of the keys directly in it."""
+    """Yield the Markdown lines of each section: a heading, and a table of the keys directly in it.
+
+    A section of a kind that was described before refers to that one.
+    """
     entries = list(keys(root))
+    described: dict[type, str] = {}
+    skipped: tuple[str, ...] = ()
     for section in (entry for entry in entries if entry.is_section):
+        if section.name.startswith(skipped):
+            continue
+        kind = hints_of(section.of)[section.name.rpartition(".")[2]]
+        if described.setdefault(kind, section.name) != section.name:
+            skipped += (f"{section.name}.",)
+            yield ["", f"### {section.name}", "", f"{section.doc} Its keys are those of `{described[kind]}`."]
+            continue
         inside = [key for key in entries if not key.is_section and key.name.rpartition(".")[0] == section.name]
         rows = [(f"`{key.name}`", key.type, f"`{key.default}`", key.doc) for key in inside]
         table = ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"] if rows else []

@@ -19,6 +19,7 @@ from pellucid.config.migrate import drop_old, drop_targets
 from pellucid.config.presets import expand_preset, forget_earlier_preset
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
+from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS
 from pellucid.config.validate import validate
 from pellucid.errors import UserError
 
@@ -78,6 +79,8 @@ def resolved_tree(source: str | Path | None, overrides: list[str], root: type, n
     drop_targets(user, notices)
     drop_old(user, notices)
     _drop_null_links(user, root)
+    if root is RunConfig:
+        _follow_actor_profiler(user)
     defaults = OmegaConf.create(defaults_tree(root))
     merged = OmegaConf.merge(defaults, user)
     assert isinstance(merged, DictConfig)
@@ -95,7 +98,66 @@ def resolved_tree(source: str | Path | None, overrides: list[str], root: type, n
             "must be set (it is ???)." if len(missing) == 1 else "must be set (they are ???).",
             f"Set it in the recipe or as an override: {missing[0]}=…",
         )
+    if root is RunConfig:
+        _default_tool(user, tree, notices)
     return tree
+
+
+def _follow_actor_profiler(user: DictConfig) -> None:
+    """Let ref and rollout take from the actor's `profiler` what they do not set: a schedule, and the ranks, as a whole."""
+    from omegaconf import DictConfig, OmegaConf
+
+    actor = _select(user, f"{PROFILED_SECTIONS['actor']}.profiler")
+    if not isinstance(actor, DictConfig):
+        return
+    for role in ACTOR_FOLLOWERS:
+        key = f"{PROFILED_SECTIONS[role]}.profiler"
+        own = _select(user, key)
+        if own is not None and not isinstance(own, DictConfig):
+            continue  # no section: refused with the unknown keys
+        own = OmegaConf.create() if own is None else own
+        wholes = (("schedule",), ("ranks", "all_ranks"))
+        replaced = {name for whole in wholes if any(name in own for name in whole) for name in whole}
+        followed = OmegaConf.masked_copy(actor, [name for name in actor if name not in replaced])
+        OmegaConf.update(user, key, OmegaConf.merge(followed, own), merge=False, force_add=True)
+
+
+def _default_tool(user: DictConfig, tree: dict[str, Any], notices: list[str]) -> None:
+    """Take the one tool that the profiled roles have settings of, where none is chosen."""
+    profiler = tree["global_profiler"]
+    if profiler["tool"] is not None or not profiler["steps"]:
+        return
+    toolless: list[dict[str, Any]] = []
+    named: set[str] = set()
+    for section in PROFILED_SECTIONS.values():
+        own = tree
+        for name in f"{section}.profiler".split("."):
+            own = own[name]
+        if own["tool"] is None:
+            toolless.append(own)
+            if str(own["enable"]).lower() == "true":
+                named |= {str(name) for name in _select(user, f"{section}.profiler.tool_config") or ()}
+    if len(named) == 1:
+        [tool] = named
+        profiler["tool"] = tool
+        for own in toolless:
+            own["tool"] = tool
+        notices.append(f"global_profiler.tool: {tool}, the one tool that the profiled roles have settings of.")
+
+
+def _select(tree: DictConfig, key: str) -> Any:
+    """Return the value of a key that may not be there.
+
+    Raises:
+        UserError: its interpolation leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.select(tree, key)
+    except OmegaConfBaseException as error:
+        raise UserError(key, f"its interpolation cannot be resolved ({str(error).splitlines()[0]}).") from error
 
 
 def _default_micro_batching(merged: DictConfig, notices: list[str]) -> None:

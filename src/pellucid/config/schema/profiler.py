@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import OrImportPath, Range, link
+from pellucid.config.fields import OrImportPath, Range, Refused, link
 
-ToolName = Annotated[Literal["torch", "torch_memory", "nsys", "npu"], OrImportPath()]
+ToolName = Annotated[
+    Literal["torch", "torch_memory", "nsys", "npu"],
+    OrImportPath(),
+    Refused(("precision_debugger",), "Set it to torch, torch_memory, nsys or npu."),
+]
 StageName = Literal[
     "rollout_generate",
     "actor_compute_log_prob",
@@ -21,6 +25,16 @@ StageName = Literal[
     "actor_update",
 ]
 Count = Annotated[int, Range(ge=0)]
+PROFILED_SECTIONS = {
+    "actor": "actor_rollout_ref.actor",
+    "ref": "actor_rollout_ref.ref",
+    "rollout": "actor_rollout_ref.rollout",
+    "critic": "critic",
+    "reward_model": "reward_model",
+}
+"""Role → the section that holds its `profiler`."""
+ACTOR_FOLLOWERS = ("ref", "rollout")
+"""Roles whose `profiler` takes from the actor's what it does not set."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ class ScheduleConfig:
     repeat: Count = 1
     """Cycles of wait, warmup and active; 0 goes on to the end of the stage."""
     stages: list[StageName] = field(default_factory=list)
-    """Stages of this role that are sampled so; empty: no schedule."""
+    """Stages of this role that are sampled so, in the actor's block those of ref and rollout too; empty: no schedule."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,29 @@ class ProfilerConfig:
     """Settings of the tools, of which `tool` reads its own."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """A window inside a stage: of many like units a few are captured. Stages in it have captures of their own."""
+
+    @property
+    def collects(self) -> bool:
+        """Whether any rank is captured in the steps that are profiled."""
+        return self.enable and (self.all_ranks or bool(self.ranks))
+
+    @property
+    def discrete(self) -> bool:
+        """Whether each stage has a capture of its own; a tool of the user's own goes by torch's setting."""
+        options = self.tool_config
+        switches = {"nsys": options.nsys.discrete, "npu": options.npu.discrete, "torch_memory": False}
+        return switches.get(self.tool or "", options.torch.discrete)
+
+    @property
+    def has_torch_window(self) -> bool:
+        """Whether torch's own keys choose mini-batches of an update."""
+        options = self.tool_config.torch
+        return self.tool == "torch" and (options.step_start > 0 or options.step_end is not None)
+
+    @property
+    def captures_stages(self) -> bool:
+        """Whether captures are of stages, whole (discrete) or windows in them, instead of whole steps (end-to-end)."""
+        return self.discrete or bool(self.schedule.stages) or self.has_torch_window
 
 
 @dataclass(frozen=True)

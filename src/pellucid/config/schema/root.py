@@ -11,7 +11,7 @@ from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmConfig
 from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.data import DataConfig, SftDataConfig
 from pellucid.config.schema.model import ModelConfig, SftModelConfig
-from pellucid.config.schema.profiler import GlobalProfilerConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig, ProfilerConfig
 from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.config.schema.trainer import SftTrainerConfig, TrainerConfig
@@ -69,6 +69,18 @@ class RunConfig:
         }
         size = sizes.get(role, -1)
         return self.pool_ranks(role) if size == -1 else size
+
+    @property
+    def profilers(self) -> dict[str, ProfilerConfig]:
+        """The profiler settings of each role, in the order of `PROFILED_SECTIONS`."""
+        policy = self.actor_rollout_ref
+        return {
+            "actor": policy.actor.profiler,
+            "ref": policy.ref.profiler,
+            "rollout": policy.rollout.profiler,
+            "critic": self.critic.profiler,
+            "reward_model": self.reward_model.profiler,
+        }
 
     @property
     def has_critic(self) -> bool:
