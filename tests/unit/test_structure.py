@@ -13,20 +13,21 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "pellucid"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 120
 
-BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "rundir", "rollout_dump", "checkpoint_store", "background"}
+BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "rundir", "rollout_dump", "checkpoint_store", "background", "stages"}
 """The modules beside the rooms; all of them may use each other."""
 ROOMS_BELOW_CLI = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "controller", "profiler", "metrics"}
 MAY_IMPORT = {
     "algo": set(),
-    "config": {"errors"},
-    "profiler": set(),
+    "config": {"errors", "stages"},
+    "profiler": {"errors", "plugins", "rundir", "stages", "config.schema"},
     "tasks": {"errors", "types"},
     "data": {"errors", "types", "plugins", "tasks", "config.schema"},
     "reward": {"errors", "types", "plugins", "tasks"},
     "metrics": {"errors", "console", "rundir"},
-    "training": {"errors", "types", "background"},
+    "training": {"errors", "types", "background", "stages", "profiler.probe"},
     "roles": {"errors", "types", "seeding", "training", "algo", "config.schema"},
-    "rollout": {"errors", "types", "seeding", "training"},  # training: the native engine runs on the actor's own model
+    # training: the native engine runs on the actor's own model
+    "rollout": {"errors", "types", "seeding", "training", "stages", "profiler.probe", "profiler.tools"},
     "controller": BASE | ROOMS_BELOW_CLI,
     "doctor": BASE | ROOMS_BELOW_CLI,
     "cli": BASE | ROOMS_BELOW_CLI | {"doctor"},

@@ -36,10 +36,12 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     from pellucid.checkpoint_store import CheckpointStore
     from pellucid.controller.build import load_inputs, num_steps, print_plan
     from pellucid.controller.checkpointing import checkpoint_step, find_checkpoint
+    from pellucid.controller.profiling import check_tools, finish
     from pellucid.rundir import RunDir
 
     if config.trainer.ray_address is None:  # a cluster's devices are on other machines
         devices.choose_device(config.trainer.device)
+    config = check_tools(config)
     inputs = load_inputs(config)
     if not config.trainer.val_only:
         print_plan(config, len(inputs.train_prompts))
@@ -65,7 +67,10 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
                 markup=False,
             )
             _report_changes(run_dir, loaded.yaml)
-        _train(config, loaded.yaml, run_dir, inputs, checkpoint, done)
+        try:
+            _train(config, loaded.yaml, run_dir, inputs, checkpoint, done)
+        finally:
+            finish(config, run_dir.path)
 
 
 def _train(

@@ -5,11 +5,14 @@ Data and reward are checked before the plan is printed, the plan before the mode
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from pellucid import devices
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.correction import CorrectionSettings
 from pellucid.algo.kl import KLController, make_kl_controller
@@ -23,20 +26,25 @@ from pellucid.controller.make_roles import (
     choose_estimator,
     choose_policy_loss,
     correction_settings,
+    needed_roles,
     run_tokenizer,
 )
 from pellucid.controller.placement import Placement, place_roles
+from pellucid.controller.profiling import RunProfiler, controller_request
 from pellucid.controller.rewards import Rewards
 from pellucid.controller.watchdog import Watchdog
 from pellucid.data import PromptLoader, build_prompts
 from pellucid.metrics.console import StepDisplay
 from pellucid.metrics.trackers import Trackers
+from pellucid.profiler.process import ProcessProfiler
+from pellucid.profiler.request import ProcessRequest
 from pellucid.profiler.spans import SpanRecorder
 from pellucid.reward import Scorer, make_scorer
 from pellucid.roles.protocol import CriticRole, PolicyRole, ReferenceRole
 from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
 from pellucid.rollout.protocol import RolloutEngine
 from pellucid.rundir import RunDir
+from pellucid.stages import Stage
 from pellucid.training.common.models import TokenPieces, model_folder
 from pellucid.types import Prompt
 
@@ -61,7 +69,7 @@ class Run:
     estimator: Estimator
     correction: CorrectionSettings | None
     kl_control: KLController
-    spans: SpanRecorder
+    profiler: RunProfiler
     display: StepDisplay
     trackers: Trackers
     total_steps: int
@@ -69,6 +77,18 @@ class Run:
     """The next step to run; later than 1 after a resume."""
     warned: set[str] = field(default_factory=set)
     """Metrics of which it was said that they left their healthy range."""
+
+    @property
+    def spans(self) -> SpanRecorder:
+        """The spans of the controller's process."""
+        return self.profiler.process.spans
+
+    @contextmanager
+    def stage(self, stage: Stage, step: int, num_units: int | None = None) -> Iterator[Callable[[int], None]]:
+        """Enclose a stage, for the display, the watchdog, the timeline and the profiler; gives what counts finished units."""
+        advance = self.display.stage(stage, num_units)
+        with self.profiler.process.stage(stage, step):
+            yield advance
 
     @property
     def actor(self) -> PolicyRole:
@@ -111,9 +131,10 @@ class Run:
         self.display.finish_step(step, metrics)
 
     def close(self) -> None:
-        """Close the timeline and end the ranks; scorer and trackers belong to who opened them."""
-        self.spans.close()
+        """End captures, the ranks and the timeline; scorer and trackers belong to who opened them."""
+        self.profiler.process.flush()
         self.placement.close()
+        self.spans.close()
 
 
 @dataclass
@@ -190,10 +211,13 @@ def build_run(
         config.trainer.seed if config.data.seed is None else config.data.seed,
     )
     total_steps = num_steps(config, loader.steps_per_epoch)
-    placement = place_roles(config, run_dir, inputs.tokenizer, inputs.policy_loss, total_steps, watchdog.renew)
+    spans = SpanRecorder(run_dir.timeline / "controller.json")
+    profiler = ProcessProfiler(spans, _own_request(config, run_dir), lambda line: notice(line, style="red"))
+    placement = place_roles(
+        config, run_dir, inputs.tokenizer, inputs.policy_loss, total_steps, watchdog.renew, profiler
+    )
     roles = placement.roles
     assert roles.rollout is not None
-    spans = SpanRecorder(run_dir.timeline / "controller.json")
     control = config.algorithm.kl_ctrl
     return Run(
         config=config,
@@ -209,12 +233,20 @@ def build_run(
         estimator=inputs.estimator,
         correction=correction_settings(config.algorithm),
         kl_control=make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon),
-        spans=spans,
+        profiler=RunProfiler(config, run_dir.path, profiler, placement, first_step, total_steps),
         display=StepDisplay(total_steps, first_step - 1, on_progress=watchdog.beat),
         trackers=trackers,
         total_steps=total_steps,
         first_step=first_step,
     )
+
+
+def _own_request(config: RunConfig, run_dir: RunDir) -> ProcessRequest | None:
+    """Return what is captured of the controller's process, in which all roles live unless there are ranks."""
+    if config.trainer.placement == "ray":
+        return controller_request(config, run_dir.path, (), "cpu")
+    device = devices.choose_device(config.trainer.device).type
+    return controller_request(config, run_dir.path, needed_roles(config), device)
 
 
 def _with_mismatch(config: RunConfig, engine: RolloutEngine) -> RolloutEngine:

@@ -19,7 +19,7 @@ from pellucid.controller.interrupt import StopRequested, stop_on_signals
 from pellucid.controller.step import train_step
 from pellucid.controller.step_metrics import speed_metrics
 from pellucid.controller.validation import validate
-from pellucid.profiler.spans import Stage
+from pellucid.stages import Stage
 
 
 def train(run: Run) -> None:
@@ -34,7 +34,8 @@ def train(run: Run) -> None:
         if run.first_step == 1 and trainer.val_before_train and run.val_prompts:
             run.log(0, validate(run, step=0) | run.spans.step_timings())
         for step in range(run.first_step, run.total_steps + 1):
-            metrics = train_step(run, step)
+            with run.profiler.step(step):
+                metrics = train_step(run, step)
             last = step == run.total_steps
             if run.val_prompts and (last or is_due(step, trainer.test_freq)):
                 metrics |= validate(run, step=step)
@@ -42,8 +43,7 @@ def train(run: Run) -> None:
             run.log(step, metrics | speed_metrics(run, metrics["perf/total_num_tokens"]))
             stopping = stop.requested
             if last or stopping or is_due(step, trainer.save_freq):
-                run.display.stage(Stage.SAVE_CHECKPOINT)
-                with run.spans.span(Stage.SAVE_CHECKPOINT, step=step):
+                with run.stage(Stage.SAVE_CHECKPOINT, step):
                     save_checkpoint(run, step)
             if stopping and not last:
                 console.print(

@@ -23,6 +23,7 @@ from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
 from pellucid.controller.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.plugins import load_object
+from pellucid.profiler.probe import NO_PROBE, Probe
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.roles.base import Role
 from pellucid.roles.critic import Critic
@@ -185,6 +186,8 @@ class Compute:
     """Ranks of the process group that this process has joined; 1 needs none."""
     balance_ranks: bool = True
     """Give the ranks as many tokens each, rather than as many samples."""
+    probe: Probe = NO_PROBE
+    """What the engines tell of the units of their work."""
 
     def spreads(self, fsdp: FsdpConfig | RefFsdpConfig) -> bool:
         """Return whether a model is taken apart: over several ranks, or between a device and the CPU's memory."""
@@ -306,7 +309,7 @@ def make_roles(
         # The copy is made before sharding takes the model apart.
         whole = copy.deepcopy(model) if compute.spreads(config.actor_rollout_ref.actor.fsdp_config) else None
         engine = make_actor_engine(config, model, compute, total_steps)
-        roles.rollout = make_rollout_engine(config, engine, whole, tokenizer)
+        roles.rollout = make_rollout_engine(config, engine, whole, tokenizer, compute.probe)
     reference = make_reference(config, compute, engine) if "ref" in names else None
     if reference is not None:
         roles.reference = Reference(reference, temperature=config.actor_rollout_ref.rollout.temperature)
@@ -320,7 +323,7 @@ def make_roles(
 
 
 def make_rollout_engine(
-    config: RunConfig, actor: FsdpEngine, whole: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, actor: FsdpEngine, whole: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, probe: Probe
 ) -> NativeRolloutEngine:
     """Return the engine that samples from `actor`'s own weights, or, where those are sharded, from a `whole` copy of them."""
     section = config.actor_rollout_ref.rollout
@@ -331,6 +334,7 @@ def make_rollout_engine(
         seed=section.seed,
         max_num_seqs=section.max_num_seqs,
         max_num_batched_tokens=section.max_num_batched_tokens,
+        probe=probe,
     )
 
 
@@ -462,6 +466,7 @@ def _make_engine(
         sharding=sharding,
         without_adapters=without_adapters,
         balance_ranks=compute.balance_ranks,
+        probe=compute.probe,
     )
 
 

@@ -4,24 +4,26 @@ Rollouts come from the engine; `reward`, `reward_parts` and `failure` are filled
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from pellucid.algo.shaping import overlong_penalty
 from pellucid.config.schema.reward_model import RewardConfig
-from pellucid.profiler.spans import SpanRecorder, Stage
+from pellucid.profiler.spans import Lanes, SpanRecorder
 from pellucid.reward import Scorer
 from pellucid.reward.scorer import ScoreStats
 from pellucid.roles.protocol import RewardRole
+from pellucid.stages import Stage
 from pellucid.types import Rollout
 
-StartStage = Callable[[Stage, int], Callable[[int], None]]
-"""Announces a stage with its number of units to the display, and returns what counts finished ones."""
+EnterStage = Callable[[Stage, int, int], AbstractContextManager[Callable[[int], None]]]
+"""From a stage, its step and its number of units to a context round it that gives what counts finished ones."""
 
 
-def _unseen(stage: Stage, num_units: int) -> Callable[[int], None]:
-    return lambda num_finished: None
+def _unseen(stage: Stage, step: int, num_units: int) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda num_finished: None)
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Rewards:
     max_response_length: int
     spans: SpanRecorder = field(default_factory=SpanRecorder)
 
-    def score(self, rollouts: list[Rollout], start: StartStage = _unseen, *, step: int = 0) -> dict[str, float]:
+    def score(self, rollouts: list[Rollout], enter: EnterStage = _unseen, *, step: int = 0) -> dict[str, float]:
         """Score a batch for training and return the `reward/*` metrics.
 
         A rollout's `reward_parts` gain `rule`, `model` and `overlong` where there is more than the rule reward.
@@ -42,7 +44,7 @@ class Rewards:
         Raises:
             UserError: a task has no verifier, or every call failed.
         """
-        stats = self._score_by_rule_and_model(rollouts, start, step)
+        stats = self._score_by_rule_and_model(rollouts, enter, step)
         buffer = self.config.overlong_buffer
         if buffer.enable:
             assert buffer.len is not None
@@ -66,15 +68,19 @@ class Rewards:
         else:
             self._add_model_scores(rollouts, on_done)
 
-    def _score_by_rule_and_model(self, rollouts: list[Rollout], start: StartStage, step: int) -> ScoreStats:
+    def _score_by_rule_and_model(self, rollouts: list[Rollout], enter: EnterStage, step: int) -> ScoreStats:
         stats = ScoreStats()
         if self.config.rule_weight:
-            advance = start(Stage.REWARD, len(rollouts))
-            with self.spans.span(Stage.REWARD, step=step):
-                stats = self.scorer.score(rollouts, on_done=lambda _: advance(1))
+            lanes = Lanes()
+
+            def show(rollout: Rollout, wall_us: int, duration_s: float, ok: bool) -> None:
+                lane, uid = lanes.take(wall_us, duration_s), rollout.prompt.uid
+                self.spans.record("reward_call", wall_us, duration_s, lane=lane, step=step, uid=uid, ok=ok)
+
+            with enter(Stage.REWARD, step, len(rollouts)) as advance:
+                stats = self.scorer.score(rollouts, on_done=lambda _: advance(1), on_call=show)
         if self.model is not None:
-            advance = start(Stage.COMPUTE_RM_SCORE, len(rollouts))
-            with self.spans.span(Stage.COMPUTE_RM_SCORE, step=step):
+            with enter(Stage.COMPUTE_RM_SCORE, step, len(rollouts)) as advance:
                 self._add_model_scores(rollouts, advance)
         return stats
 

@@ -10,8 +10,8 @@ import torch
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.controller.build import Run
 from pellucid.errors import UserError
-from pellucid.profiler.spans import Stage
 from pellucid.rollout.protocol import SamplingParams
+from pellucid.stages import Stage
 from pellucid.types import Batch, Prompt, RewardFailure, Rollout
 
 
@@ -68,7 +68,7 @@ def collect(run: Run, step: int) -> tuple[list[Rollout], dict[str, float]]:
         prompts = [prompt for prompt in run.loader.next_batch() if prompt.uid not in taken]
         stream = ("rollout", step) if draw == 1 else ("rollout", step, draw)
         rollouts = _generate(run, prompts, training_sampling(run.config.actor_rollout_ref.rollout), stream, step)
-        drawn = run.rewards.score(rollouts, run.display.stage, step=step) | {"perf/total_num_tokens": num_tokens(rollouts)}
+        drawn = run.rewards.score(rollouts, run.stage, step=step) | {"perf/total_num_tokens": num_tokens(rollouts)}
         metrics = {name: metrics.get(name, 0.0) + value for name, value in drawn.items()}
         if not filtering.enable:
             return rollouts, metrics
@@ -98,8 +98,7 @@ def num_tokens(rollouts: list[Rollout]) -> float:
 def _generate(
     run: Run, prompts: list[Prompt], params: SamplingParams, stream: tuple[str | int, ...], step: int
 ) -> list[Rollout]:
-    advance = run.display.stage(Stage.ROLLOUT_GENERATE, len(prompts) * params.n)
-    with run.spans.span(Stage.ROLLOUT_GENERATE, step=step):
+    with run.stage(Stage.ROLLOUT_GENERATE, step, len(prompts) * params.n) as advance:
         return run.rollout_engine.generate(prompts, params, stream=stream, on_done=advance)
 
 
@@ -141,7 +140,7 @@ def _greedy_scores(run: Run, rollouts: list[Rollout], step: int) -> torch.Tensor
     prompts = {rollout.prompt.uid: rollout.prompt for rollout in rollouts}
     params = greedy_sampling(run.config.actor_rollout_ref.rollout)
     greedy = _generate(run, list(prompts.values()), params, ("greedy", step), step)
-    run.rewards.score(greedy, run.display.stage, step=step)
+    run.rewards.score(greedy, run.stage, step=step)
     answer_to = {rollout.prompt.uid: rollout for rollout in greedy}
     for rollout in rollouts:
         failure = answer_to[rollout.prompt.uid].failure

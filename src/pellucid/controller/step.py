@@ -20,8 +20,8 @@ from pellucid.controller.step_metrics import (
     staleness_metrics,
     warn_of_mismatch,
 )
-from pellucid.profiler.spans import Stage
 from pellucid.rollout_dump import write_rollouts
+from pellucid.stages import Stage
 from pellucid.training.protocol import NonFiniteError
 from pellucid.types import Batch
 
@@ -32,28 +32,25 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     Raises:
         NonFiniteError: NaN or Inf in an update; the batch is in `failures/` of the run.
     """
-    with run.spans.span("step", step=step):
-        epoch = run.loader.epoch
-        with progress_kept(run, step):
-            rollouts, metrics = collect(run, step)
-            batch = make_batch(run, rollouts, step)
-        metrics |= batch_metrics(batch)
-        compute_experience(run, batch, step)
-        run.display.stage(Stage.ADVANTAGE)
-        with run.spans.span(Stage.ADVANTAGE, step=step):
-            metrics |= compute_advantages(run, batch, step)
-        gap = correct_mismatch(run, batch, step)
-        metrics |= staleness_metrics(run, batch)
-        metrics |= update(run, batch, step)
-        # In one process the native engine reads the actor's own weights and this costs nothing; over ranks it gathers them.
-        run.display.stage(Stage.WEIGHT_SYNC)
-        with run.spans.span(Stage.WEIGHT_SYNC, step=step):
-            run.rollout_engine.sync_weights()
-        metrics |= gap or policy_gap_metrics(run, batch, step)
-        warn_of_mismatch(run, metrics)
-        if run.config.trainer.dump_rollouts:
-            annotate_rollouts(run, batch)
-            write_rollouts(run.run_dir.rollouts(step), rollouts, step, pieces=run.token_pieces)
+    epoch = run.loader.epoch
+    with progress_kept(run, step):
+        rollouts, metrics = collect(run, step)
+        batch = make_batch(run, rollouts, step)
+    metrics |= batch_metrics(batch)
+    compute_experience(run, batch, step)
+    with run.stage(Stage.ADVANTAGE, step):
+        metrics |= compute_advantages(run, batch, step)
+    gap = correct_mismatch(run, batch, step)
+    metrics |= staleness_metrics(run, batch)
+    metrics |= update(run, batch, step)
+    # In one process the native engine reads the actor's own weights and this costs nothing; over ranks it gathers them.
+    with run.stage(Stage.WEIGHT_SYNC, step):
+        run.rollout_engine.sync_weights()
+    metrics |= gap or policy_gap_metrics(run, batch, step)
+    warn_of_mismatch(run, metrics)
+    if run.config.trainer.dump_rollouts:
+        annotate_rollouts(run, batch)
+        write_rollouts(run.run_dir.rollouts(step), rollouts, step, pieces=run.token_pieces)
     return metrics | {"training/global_step": step, "training/epoch": epoch}
 
 
@@ -63,17 +60,14 @@ def compute_experience(run: Run, batch: Batch, step: int) -> None:
     if algorithm.bypass_mode:
         batch.old_logp = batch.rollout_logp
     elif run.needs_old_log_probs:
-        advance = run.display.stage(Stage.ACTOR_COMPUTE_LOG_PROB, len(batch))
         exact_kl = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
-        with run.spans.span(Stage.ACTOR_COMPUTE_LOG_PROB, step=step):
+        with run.stage(Stage.ACTOR_COMPUTE_LOG_PROB, step, len(batch)) as advance:
             run.actor.compute_log_probs(batch, advance, exact_kl=exact_kl)
     if run.reference is not None and run.config.samples_kl:
-        advance = run.display.stage(Stage.REF_COMPUTE_LOG_PROB, len(batch))
-        with run.spans.span(Stage.REF_COMPUTE_LOG_PROB, step=step):
+        with run.stage(Stage.REF_COMPUTE_LOG_PROB, step, len(batch)) as advance:
             run.reference.compute_log_probs(batch, advance)
     if run.critic is not None:
-        advance = run.display.stage(Stage.COMPUTE_VALUES, len(batch))
-        with run.spans.span(Stage.COMPUTE_VALUES, step=step):
+        with run.stage(Stage.COMPUTE_VALUES, step, len(batch)) as advance:
             run.critic.compute_values(batch, advance)
 
 
@@ -121,8 +115,7 @@ def correct_mismatch(run: Run, batch: Batch, step: int) -> dict[str, float]:
     if not run.corrects:
         return {}
     assert run.correction is not None and batch.old_logp is not None
-    run.display.stage(Stage.CORRECTION)
-    with run.spans.span(Stage.CORRECTION, step=step):
+    with run.stage(Stage.CORRECTION, step):
         correction = correct(batch.old_logp, batch.rollout_logp, batch.mask, run.correction)
     if run.config.algorithm.rollout_is:
         batch.correction_weights = correction.weights
@@ -136,12 +129,11 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     try:
         if run.critic is not None:
-            advance = run.display.stage(Stage.CRITIC_UPDATE, len(batch) * run.config.critic.ppo_epochs)
-            with run.spans.span(Stage.CRITIC_UPDATE, step=step):
+            with run.stage(Stage.CRITIC_UPDATE, step, len(batch) * run.config.critic.ppo_epochs) as advance:
                 metrics |= run.critic.update(batch, step=step, on_done=advance)
         if step > run.config.trainer.critic_warmup:
-            advance = run.display.stage(Stage.ACTOR_UPDATE, len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs)
-            with run.spans.span(Stage.ACTOR_UPDATE, step=step):
+            num_samples = len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs
+            with run.stage(Stage.ACTOR_UPDATE, step, num_samples) as advance:
                 metrics |= run.actor.update(batch, step=step, on_done=advance)
     except NonFiniteError:
         folder = run.run_dir.path / "failures" / f"step_{step:06d}"

@@ -13,7 +13,7 @@ from pellucid.algo.correction import correct, out_of_range
 from pellucid.algo.mismatch import mismatch_metrics
 from pellucid.console import notice
 from pellucid.controller.build import Run
-from pellucid.profiler.spans import Stage
+from pellucid.stages import Stage
 from pellucid.types import Batch
 
 
@@ -37,7 +37,7 @@ def policy_gap_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
     if training_logp is None or not run.config.actor_rollout_ref.rollout.calculate_log_probs:
         return {}
     mask = batch.mask & training_logp.isfinite()
-    with run.spans.span(Stage.CORRECTION, step=step):
+    with run.stage(Stage.CORRECTION, step):
         if run.correction is None:
             return mismatch_metrics(training_logp, batch.rollout_logp, mask)
         return correct(training_logp.nan_to_num(), batch.rollout_logp, mask, run.correction).metrics

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from pellucid.console import notice
 from pellucid.controller.build import Run
 from pellucid.controller.sampling import validation_sampling
-from pellucid.profiler.spans import Stage
 from pellucid.rollout.protocol import RolloutEngine, SamplingParams
+from pellucid.stages import Stage
 from pellucid.types import Prompt, Rollout
 
 
 def validate(run: Run, *, step: int) -> dict[str, float]:
     """Answer and score the run's validation prompts; return the metrics."""
     config = run.config.actor_rollout_ref.rollout
-    advance = run.display.stage(Stage.VALIDATE, len(run.val_prompts) * config.val_kwargs.n)
-    with run.spans.span(Stage.VALIDATE, step=step):
+    with run.stage(Stage.VALIDATE, step, len(run.val_prompts) * config.val_kwargs.n) as advance:
         rollouts = answer(
             run.validation_engine,
             # Answers are what is counted; their scores only say that validation goes on.

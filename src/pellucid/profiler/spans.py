@@ -1,77 +1,93 @@
-"""One span primitive: `with spans.span(Stage.REWARD):` feeds the step's timing metrics and the run's timeline.
+"""One span primitive: `with spans.span(Stage.REWARD):` feeds the step's timing metrics and the process's timeline.
 
-The loop owns a `SpanRecorder`; `step_timings()` empties into metrics once a step, `write_trace()` into a Perfetto trace.
+Each process owns a `SpanRecorder`; `step_timings()` empties into metrics once a step. The timeline is a file of trace events that
+Perfetto reads; `pellucid profile` merges and reports those of all processes.
 """
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 
 
-class Stage(StrEnum):
-    """The named parts of a step; spans, timing metrics, captures and the watchdog all use these names."""
-
-    ROLLOUT_GENERATE = "rollout_generate"
-    REWARD = "reward"
-    ACTOR_COMPUTE_LOG_PROB = "actor_compute_log_prob"
-    REF_COMPUTE_LOG_PROB = "ref_compute_log_prob"
-    COMPUTE_VALUES = "compute_values"
-    COMPUTE_RM_SCORE = "compute_rm_score"
-    ADVANTAGE = "advantage"
-    CORRECTION = "correction"
-    CRITIC_UPDATE = "critic_update"
-    ACTOR_UPDATE = "actor_update"
-    WEIGHT_SYNC = "weight_sync"
-    VALIDATE = "validate"
-    SAVE_CHECKPOINT = "save_checkpoint"
-
-
 class SpanRecorder:
-    """Records spans of one process: durations by stage for the current step, and events for the timeline."""
+    """Records spans of one process: durations by name for the current step, and events for the timeline."""
 
-    def __init__(self, trace_path: Path | None = None) -> None:
+    def __init__(self, trace_path: Path | None = None, process: str = "controller") -> None:
+        """Append to `trace_path`; without one only durations are kept. `process` is what people call it: `policy rank 0`."""
         self._durations_s: dict[str, float] = {}
-        self._trace_path = trace_path
-        self._trace = None
+        self._trace, self._pid, self._process = None, os.getpid(), process
         if trace_path is not None:
             trace_path.parent.mkdir(parents=True, exist_ok=True)
             resumed = trace_path.exists()
             self._trace = trace_path.open("a", encoding="utf-8")
-            if not resumed:
-                # The JSON array format of the trace viewers allows a missing "]", so a killed run stays readable.
-                self._trace.write("[\n")
+            # The JSON array format of the trace viewers allows a missing "]", so a killed run stays readable.
+            self._trace.write("\n" if resumed else "[\n")  # below what may be half a line
+            self.set_clock(0.0)
+
+    def set_clock(self, offset_us: float) -> None:
+        """Write down by how much the controller's clock is ahead of this process's."""
+        about = {"name": self._process, "host": socket.gethostname(), "clock_offset_us": offset_us}
+        self._write({"name": "process_name", "ph": "M", "pid": self._pid, "args": about})
 
     @contextmanager
     def span(self, name: str, **args: str | int | float) -> Iterator[None]:
-        """Time the enclosed block; recorded even when the block raises."""
-        start_wall_us, start = time.time_ns() // 1000, time.perf_counter()
+        """Time the enclosed block as one of the step's timings; recorded even when the block raises."""
+        start = time.perf_counter()
+        try:
+            with self.detail(name, **args):
+                yield
+        finally:
+            self._durations_s[name] = self._durations_s.get(name, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def detail(self, name: str, **args: str | int | float) -> Iterator[None]:
+        """Show the enclosed block on the timeline alone, with the processor time of the whole process in `cpu_s`."""
+        if self._trace is None:
+            yield
+            return
+        wall_us, start, cpu = time.time_ns() // 1000, time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            duration_s = time.perf_counter() - start
-            self._durations_s[name] = self._durations_s.get(name, 0.0) + duration_s
-            if self._trace is not None:
-                event = {
-                    "name": name,
-                    "ph": "X",
-                    "ts": start_wall_us,
-                    "dur": round(duration_s * 1e6),
-                    "pid": os.getpid(),
-                    "tid": 0,
-                    "args": args,
-                }
-                self._trace.write(json.dumps(event) + ",\n")
+            cpu_s = round(time.process_time() - cpu, 6)
+            self._show(name, wall_us, time.perf_counter() - start, 0, {"cpu_s": cpu_s, **args})
+
+    def record(self, name: str, wall_us: int, duration_s: float, *, lane: int = 0, **args: str | int | float) -> None:
+        """Show on the timeline what has happened elsewhere.
+
+        Args:
+            name: of the span.
+            wall_us: when it began, microseconds since 1970.
+            duration_s: how long it took.
+            lane: row of the process's timeline; spans of one row must nest.
+            args: what is shown with it.
+        """
+        self._show(name, wall_us, duration_s, lane, args)
+
+    def _show(self, name: str, wall_us: int, duration_s: float, lane: int, args: dict[str, str | int | float]) -> None:
+        duration_us = round(duration_s * 1e6)
+        self._write(
+            {"name": name, "ph": "X", "ts": wall_us, "dur": duration_us, "pid": self._pid, "tid": lane, "args": args}
+        )
+
+    def _write(self, event: dict[str, object]) -> None:
+        if self._trace is not None:
+            self._trace.write(json.dumps(event) + ",\n")
+
+    def flush(self) -> None:
+        """Hand what was recorded to the operating system, so that a kill loses none of it."""
+        if self._trace is not None:
+            self._trace.flush()
 
     def step_timings(self) -> dict[str, float]:
         """Return `timing_s/<stage>` since the last call, and start afresh."""
         timings = {f"timing_s/{name}": duration for name, duration in self._durations_s.items()}
         self._durations_s = {}
-        if self._trace is not None:
-            self._trace.flush()
+        self.flush()
         return timings
 
     def close(self) -> None:
@@ -79,3 +95,20 @@ class SpanRecorder:
         if self._trace is not None:
             self._trace.close()
             self._trace = None
+
+
+class Lanes:
+    """Rows of the timeline for spans that overlap: each goes to the first row that is free when it begins."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._first, self._busy_until_us = first, list[float]()
+
+    def take(self, wall_us: int, duration_s: float) -> int:
+        """Return the row of a span."""
+        end_us = wall_us + duration_s * 1e6
+        for lane, busy_until_us in enumerate(self._busy_until_us):
+            if busy_until_us <= wall_us:
+                self._busy_until_us[lane] = end_us
+                return self._first + lane
+        self._busy_until_us.append(end_us)
+        return self._first + len(self._busy_until_us) - 1

@@ -7,6 +7,7 @@ returns no score is repeated once, then becomes a `RewardFailure`: it is never s
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -67,12 +68,19 @@ class Scorer:
             self._pool.join()
             self._pool = None
 
-    def score(self, rollouts: list[Rollout], on_done: Callable[[Rollout], None] | None = None) -> ScoreStats:
+    def score(
+        self,
+        rollouts: list[Rollout],
+        on_done: Callable[[Rollout], None] | None = None,
+        on_call: Callable[[Rollout, int, float, bool], None] | None = None,
+    ) -> ScoreStats:
         """Fill `reward`, `reward_parts` and `failure` of every rollout.
 
         Args:
             rollouts: a batch; the order does not matter.
             on_done: called in this thread after each rollout that is finished.
+            on_call: called in this thread after each call, repeats included, with its rollout, when it began (microseconds
+                since 1970), its duration in seconds, and whether it gave a score.
 
         Raises:
             UserError: a rollout's task has no verifier and there is no custom function, or every single call failed.
@@ -82,18 +90,24 @@ class Scorer:
             for task in {rollout.prompt.task for rollout in rollouts}
         }
         stats = ScoreStats()
-        finished: SimpleQueue[tuple[Rollout, int, Future]] = SimpleQueue()
+        finished: SimpleQueue[tuple[Rollout, int, int, Future]] = SimpleQueue()
 
         def start(rollout: Rollout, attempt: int) -> None:
             call = self._call_here if inline[rollout.prompt.task] else self._schedule
-            call(rollout).add_done_callback(lambda future: finished.put((rollout, attempt, future)))
+            call(rollout).add_done_callback(
+                lambda future: finished.put((rollout, attempt, time.time_ns() // 1000, future))
+            )
 
         for rollout in rollouts:
             start(rollout, 1)
         num_open = len(rollouts)
         while num_open:
-            rollout, attempt, future = finished.get()
+            rollout, attempt, ended_us, future = finished.get()
+            before_s = stats.time_s
             failure = self._take_result(rollout, future, stats)
+            if on_call is not None:
+                duration_s = stats.time_s - before_s
+                on_call(rollout, ended_us - round(duration_s * 1e6), duration_s, failure is None)
             if failure is not None and attempt < _MAX_ATTEMPTS:
                 stats.num_retries += 1
                 start(rollout, attempt + 1)

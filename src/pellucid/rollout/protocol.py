@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pellucid.profiler.tools.base import Tool
 from pellucid.types import Prompt, Rollout
 
 Progress = Callable[[int], None]
@@ -51,6 +52,12 @@ class RolloutEngine(Protocol):
             stream: name of the random stream, e.g. ("rollout", step); each sample derives its own from it, so a result
                 does not depend on what else is in the batch.
             on_done: progress callback.
+        """
+        ...
+
+    def capture_tool(self, tool: Tool) -> Tool:
+        """Return what captures this engine: `tool` where it runs in this process, else one that starts and stops the
+        engine's own profiler.
         """
         ...
 

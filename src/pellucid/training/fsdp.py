@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.errors import UserError
+from pellucid.profiler.probe import NO_PROBE, Probe
+from pellucid.stages import Unit
 from pellucid.training.common.balance import measure_balance, split_over_ranks
 from pellucid.training.common.lora import base_weights
 from pellucid.training.common.models import (
@@ -74,11 +76,12 @@ class FsdpEngine:
         sharding: "Sharding | None" = None,
         without_adapters: bool = False,
         balance_ranks: bool = True,
+        probe: Probe = NO_PROBE,
     ) -> None:
         """Take over `model`, which `sharding` has wrapped if there is more than one rank.
 
         `without_adapters` runs it as it was before LoRA changed it (the reference policy). `balance_ranks` gives ranks
-        about as many tokens each, instead of as many sequences in batch order.
+        about as many tokens each, instead of as many sequences in batch order. `probe` hears of micro- and mini-batches.
         """
         self.model, self.optimizer, self.micro_batching, self.device, self.dtype = (
             model,
@@ -88,7 +91,7 @@ class FsdpEngine:
             dtype,
         )
         self.sharding, self._without_adapters = sharding, without_adapters
-        self._balance_ranks = balance_ranks
+        self._balance_ranks, self._probe = balance_ranks, probe
         self.version, self.flops = 0, 0.0
         self._writer = StagedWriter()
         self.in_hand: list[str] = []
@@ -108,7 +111,8 @@ class FsdpEngine:
         with torch.no_grad():
             for rows, inputs in self._micro_batches(sequences, self._shares(sequences)):
                 self.in_hand = [sequences[row].name for row in rows]
-                results.store(rows, inputs, self._run(inputs, head))
+                with self._probe.unit(Unit.MICRO_BATCH, rows=len(rows), tokens=inputs.num_real_tokens):
+                    results.store(rows, inputs, self._run(inputs, head))
                 if on_done and rows:
                     on_done(len(rows))
         self.in_hand = []
@@ -127,6 +131,12 @@ class FsdpEngine:
         on_done: Progress | None = None,
     ) -> UpdateResult:
         """See `TrainingEngine.train_mini_batch`."""
+        with self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):
+            return self._train_mini_batch(sequences, head, loss, on_done)
+
+    def _train_mini_batch(
+        self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, on_done: Progress | None
+    ) -> UpdateResult:
         assert self.optimizer is not None, "a frozen engine cannot train"
         results = _Results(sequences, self.device)
         self.model.train()
@@ -135,21 +145,22 @@ class FsdpEngine:
         shares = self._shares(sequences)
         for rows, inputs in self._micro_batches(sequences, shares):
             self.in_hand = [sequences[row].name for row in rows]
-            scores = self._run(inputs, head)
-            if rows:
-                micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
-            else:  # keeps the ranks' collectives in step: every weight gets a gradient, of zero
-                micro_loss = 0.0 * torch.stack([values.sum() for _, values in scores.items()]).sum()
-            value = float(micro_loss.detach())
-            if rows and not math.isfinite(value):
-                failure = failure or NonFiniteError("loss", value, rows)
-                if self.sharding is None:
-                    raise failure
-            if self.sharding is not None:
-                micro_loss = micro_loss * self.sharding.num_ranks  # ranks' gradients are averaged, and the loss is a sum
-            micro_loss.backward()
-            total_loss += value if rows else 0.0
-            results.store(rows, inputs, scores)
+            with self._probe.unit(Unit.MICRO_BATCH, rows=len(rows), tokens=inputs.num_real_tokens):
+                scores = self._run(inputs, head)
+                if rows:
+                    micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
+                else:  # keeps the ranks' collectives in step: every weight gets a gradient, of zero
+                    micro_loss = 0.0 * torch.stack([values.sum() for _, values in scores.items()]).sum()
+                value = float(micro_loss.detach())
+                if rows and not math.isfinite(value):
+                    failure = failure or NonFiniteError("loss", value, rows)
+                    if self.sharding is None:
+                        raise failure
+                if self.sharding is not None:
+                    micro_loss = micro_loss * self.sharding.num_ranks  # ranks' gradients are averaged, and the loss is a sum
+                micro_loss.backward()
+                total_loss += value if rows else 0.0
+                results.store(rows, inputs, scores)
             if on_done and rows:
                 on_done(len(rows))
         self.in_hand = []

@@ -21,12 +21,14 @@ from pellucid.controller.placement.failures import RankDiedError, RankRaisedErro
 from pellucid.controller.placement.wire import SharedTensors
 from pellucid.controller.placement.worker import Outcome, Progress, this_machine
 from pellucid.errors import UserError
+from pellucid.stages import Stage
 from pellucid.training.protocol import NonFiniteError
 
 POLL_S, RANKS_POLLED_A_SECOND = 0.5, 100
 """How often ranks are asked for their progress: at most twice a second, and seldomer where there are many of them."""
 ANSWER_S = 5.0
 """How long the other ranks may take to follow when one has raised, or to answer a question."""
+CLOCK_READINGS = 8
 START_S, LEAVE_S = 600.0, 10.0
 """How long a process may take to be up, whatever the stall time-out; and to close its files when all is over."""
 
@@ -50,6 +52,7 @@ class WorkerGroup:
         shared: what lies in shared memory.
         stall_timeout_s: seconds without progress of any rank after which a call fails; None waits for ever.
         heartbeat: called at each look at the ranks: the controller itself is not stuck while it waits for them.
+        at: tells the stage and step that a call belongs to.
     """
 
     def __init__(
@@ -58,9 +61,10 @@ class WorkerGroup:
         shared: SharedTensors,
         stall_timeout_s: float | None,
         heartbeat: Callable[[], None],
+        at: Callable[[], tuple[Stage, int] | None],
     ) -> None:
         self.members, self.shared = list(members), shared
-        self._stall_timeout_s, self._heartbeat = stall_timeout_s, heartbeat
+        self._stall_timeout_s, self._heartbeat, self._at = stall_timeout_s, heartbeat, at
         self._poll_s = max(POLL_S, len(members) / RANKS_POLLED_A_SECOND)
         self._places: list[tuple[str, int]] = []
         """Machine and process id of each rank."""
@@ -96,7 +100,7 @@ class WorkerGroup:
         """
         if on_done is not None:
             options["counts_samples"] = True
-        calls = [member.handle.run.remote(role, method, arguments, options) for member in self.members]
+        calls = [member.handle.run.remote(role, method, arguments, options, self._at()) for member in self.members]
         return self._wait(f"{role}.{method}", calls, on_done)
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
@@ -112,6 +116,24 @@ class WorkerGroup:
         answers = self.ask("where")
         self._places = [(machine, pid) for machine, _, _, pid in answers]
         return [(address, port) for _, address, port, _ in answers]
+
+    @property
+    def answers(self) -> bool:
+        """Whether the ranks are fit for another call: they are not in the middle of one, and were not ended."""
+        return not self._busy and self._failure is None
+
+    def align_clocks(self) -> None:
+        """Tell each rank on another machine by how much the controller's clock is ahead of its own."""
+        for member, machine in zip(self.members, self.machines):
+            if machine == this_machine():
+                continue  # the same clock
+            readings: list[tuple[float, float]] = []
+            for _ in range(CLOCK_READINGS):
+                asked_us = time.time_ns() / 1000
+                its_us: float = ray.get(member.handle.clock.remote(), timeout=ANSWER_S)  # pyright: ignore[reportAssignmentType]
+                answered_us = time.time_ns() / 1000
+                readings.append((answered_us - asked_us, (asked_us + answered_us) / 2 - its_us))
+            ray.get(member.handle.set_clock.remote(min(readings)[1]), timeout=ANSWER_S)  # the quickest answer tells best
 
     @property
     def machines(self) -> list[str]:

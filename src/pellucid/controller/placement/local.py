@@ -8,6 +8,8 @@ from pellucid import devices
 from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.config import RunConfig
 from pellucid.controller.make_roles import Compute, Roles, make_roles, needed_roles, torch_dtype
+from pellucid.profiler.process import ProcessProfiler
+from pellucid.profiler.request import ProcessRequest
 
 
 class Placement(Protocol):
@@ -18,6 +20,8 @@ class Placement(Protocol):
     """Training processes, each with a device of its own."""
     device: str
     """Kind of device, for the run's record."""
+    profile_requests: list[ProcessRequest]
+    """What the processes beside this one are asked to capture."""
 
     def peak_flops(self) -> float:
         """Return the peak FLOP/s of all ranks together."""
@@ -29,6 +33,14 @@ class Placement(Protocol):
 
     def in_hand(self) -> list[str]:
         """Return the samples that this process's own models work on at this moment."""
+        ...
+
+    def begin_profiled_step(self, step: int) -> None:
+        """Let the processes beside this one begin with what they are to capture of a step."""
+        ...
+
+    def end_profiled_step(self, step: int) -> None:
+        """Let them write it, as far as they are alive."""
         ...
 
     def close(self) -> None:
@@ -47,14 +59,17 @@ class LocalPlacement:
         tokenizer: PreTrainedTokenizerBase,
         policy_loss: PolicyLoss,
         total_steps: int,
+        profiler: ProcessProfiler,
     ) -> None:
-        """Load the models of all roles into this process."""
+        """Load the models of all roles into this process, whose `profiler` hears of what they do."""
         devices.keep_freed_memory()
         self._device = devices.choose_device(config.trainer.device)
         self._dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
-        compute = Compute(self._device, self._dtype)
+        compute = Compute(self._device, self._dtype, probe=profiler)
         self.roles = make_roles(config, needed_roles(config), tokenizer, policy_loss, compute, total_steps)
-        self.device = str(self._device)
+        if self.roles.rollout is not None:
+            profiler.adapt = self.roles.rollout.capture_tool
+        self.device, self.profile_requests = str(self._device), []
 
     def peak_flops(self) -> float:
         """See `Placement`."""
@@ -67,6 +82,12 @@ class LocalPlacement:
     def in_hand(self) -> list[str]:
         """See `Placement`."""
         return self.roles.in_hand()
+
+    def begin_profiled_step(self, step: int) -> None:
+        """See `Placement`."""
+
+    def end_profiled_step(self, step: int) -> None:
+        """See `Placement`."""
 
     def close(self) -> None:
         """See `Placement`."""

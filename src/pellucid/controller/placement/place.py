@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.config import RunConfig
 from pellucid.controller.placement.local import LocalPlacement, Placement
+from pellucid.profiler.process import ProcessProfiler
 from pellucid.rundir import RunDir
 
 
@@ -20,6 +21,7 @@ def place_roles(
     policy_loss: PolicyLoss,
     total_steps: int,
     heartbeat: Callable[[], None],
+    profiler: ProcessProfiler,
 ) -> Placement:
     """Return the run's roles, their models loaded; `close` ends the processes they run in.
 
@@ -27,7 +29,7 @@ def place_roles(
         UserError: a model does not fit its role, or there is no place for so many ranks.
     """
     if config.trainer.placement == "local":
-        return LocalPlacement(config, tokenizer, policy_loss, total_steps)
+        return LocalPlacement(config, tokenizer, policy_loss, total_steps, profiler)
     if config.trainer.ray_address is None:
         # Ray's servers listen on all interfaces: only who has this run's own token may talk to them. Read at Ray's import.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -37,4 +39,4 @@ def place_roles(
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `ray start` does where there is a token
     from pellucid.controller.placement.ray import RayPlacement
 
-    return RayPlacement(config, run_dir, total_steps, heartbeat)
+    return RayPlacement(config, run_dir, total_steps, heartbeat, profiler)

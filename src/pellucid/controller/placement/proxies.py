@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from pellucid.controller.make_roles import RoleName
 from pellucid.controller.placement.group import WorkerGroup
 from pellucid.controller.placement.wire import PackedRollouts, SampledRollouts
+from pellucid.profiler.tools.base import Tool
 from pellucid.rollout.protocol import SamplingParams
 from pellucid.training.protocol import Progress
 from pellucid.types import Batch, Prompt, Rollout
@@ -141,6 +142,10 @@ class RemoteRolloutEngine:
             rollouts = sampled.unpack([prompts[index] for index in part], params.n)
             groups |= {index: rollouts[at * params.n : (at + 1) * params.n] for at, index in enumerate(part)}
         return [rollout for index in range(len(prompts)) for rollout in groups[index]]
+
+    def capture_tool(self, tool: Tool) -> Tool:
+        """See `RolloutEngine.capture_tool`; the engines are on the ranks, whose own profilers capture them."""
+        return tool
 
     def sync_weights(self) -> None:
         """See `RolloutEngine.sync_weights`."""

@@ -25,6 +25,9 @@ from pellucid.controller.placement.proxies import (
 )
 from pellucid.controller.placement.wire import SharedTensors
 from pellucid.controller.placement.worker import RankSpec, RankWorker
+from pellucid.controller.profiling import rank_request
+from pellucid.profiler.process import ProcessProfiler
+from pellucid.profiler.request import ProcessRequest
 from pellucid.rundir import RunDir
 
 Proxy = TypeVar("Proxy", bound=RemoteRole)
@@ -33,7 +36,7 @@ Proxy = TypeVar("Proxy", bound=RemoteRole)
 class RayPlacement:
     """See `Placement`."""
 
-    def __init__(self, config: RunConfig, run_dir: RunDir, total_steps: int, heartbeat: Callable[[], None]) -> None:
+    def __init__(self, config: RunConfig, run_dir: RunDir, total_steps: int, heartbeat: Callable[[], None], profiler: ProcessProfiler) -> None:
         """Start the processes of all ranks and let them load their models.
 
         Raises:
@@ -42,7 +45,9 @@ class RayPlacement:
         """
         self._config, self._run_dir, self._total_steps = config, run_dir, total_steps
         pools = plan_pools(config)
+        self._profiler = profiler
         self._groups: dict[str, WorkerGroup] = {}
+        self.profile_requests: list[ProcessRequest] = []
         with contextlib.ExitStack() as opened:
             self._meeting = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="pellucid-")))
             self._cluster = Cluster(config, pools)
@@ -58,6 +63,7 @@ class RayPlacement:
             for group in self._groups.values():
                 group.ask("share_cores", ranks_on)
                 group.ask("make_roles")
+                group.align_clocks()
             self._opened = opened.pop_all()
         self.roles = self._proxies(pools)
         self.num_ranks = sum(pool.num_ranks for pool in pools)
@@ -72,6 +78,17 @@ class RayPlacement:
         worker = as_actor(RankWorker)
         members = []
         for rank in range(pool.num_ranks):
+            profile = rank_request(
+                config,
+                self._run_dir.path,
+                pool=pool.name,
+                roles=pool.roles,
+                rank=rank,
+                num_ranks=pool.num_ranks,
+                device=self._cluster.device,
+            )
+            if profile is not None:
+                self.profile_requests.append(profile)
             spec = RankSpec(
                 pool=pool.name,
                 rank=rank,
@@ -83,6 +100,7 @@ class RayPlacement:
                 roles=pool.roles,
                 total_steps=self._total_steps,
                 device=self._cluster.device,
+                profile=profile,
             )
             actor = worker.options(**self._cluster.options(pool, rank)).remote(spec)
             members.append(Member(spec.name, actor, spec.log))
@@ -91,7 +109,7 @@ class RayPlacement:
             f"(logs: {self._run_dir.path / 'logs'})",
             markup=False,
         )
-        return WorkerGroup(members, shared, config.trainer.stall_timeout_s, heartbeat)
+        return WorkerGroup(members, shared, config.trainer.stall_timeout_s, heartbeat, lambda: self._profiler.at)
 
     def _meet(self, pool: Pool) -> None:
         """Let the pool's ranks find each other: over a file where all are on this machine, else over a port of the first's."""
@@ -132,6 +150,21 @@ class RayPlacement:
         names = answers[0].keys()
         largest = {name: max(answer[name] for answer in answers) for name in names}
         return largest | {"perf/cpu_memory_used_gb": sum(answer["perf/cpu_memory_used_gb"] for answer in answers)}
+
+    def begin_profiled_step(self, step: int) -> None:
+        """See `Placement`."""
+        for group in self._profiled_groups():
+            group.ask("begin_profiled_step", step)
+
+    def end_profiled_step(self, step: int) -> None:
+        """See `Placement`."""
+        for group in self._profiled_groups():
+            if group.answers:
+                group.ask("end_profiled_step", step)
+
+    def _profiled_groups(self) -> list[WorkerGroup]:
+        captured = {request.group for request in self.profile_requests}
+        return [group for name, group in self._groups.items() if name in captured]
 
     def in_hand(self) -> list[str]:
         """See `Placement`."""

@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable
@@ -36,7 +37,10 @@ from pellucid.controller.make_roles import (
 )
 from pellucid.controller.placement.wire import PackedRollouts, SampledRollouts, SharedBatch, open_batch
 from pellucid.errors import UserError
+from pellucid.profiler.process import ProcessProfiler
+from pellucid.profiler.request import ProcessRequest
 from pellucid.profiler.spans import SpanRecorder
+from pellucid.stages import Stage
 from pellucid.training.sharding import join_ranks, leave_ranks
 from pellucid.types import Batch, Prompt
 
@@ -60,6 +64,8 @@ class RankSpec:
     roles: tuple[RoleName, ...]
     total_steps: int
     device: str
+    profile: ProcessRequest | None
+    """What of it is captured."""
 
     @property
     def name(self) -> str:
@@ -133,7 +139,8 @@ class RankWorker:
             self._mistake = error
             return
         self._dtype = torch_dtype(spec.config.actor_rollout_ref.model.dtype)
-        self._spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json")
+        self._spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json", spec.name)
+        self._profiler = ProcessProfiler(self._spans, spec.profile, log.warning)
 
     def where(self) -> tuple[str, str, int, int]:
         """Return which machine this is, its address, a port of it that is free, and the process id.
@@ -177,13 +184,34 @@ class RankWorker:
     def make_roles(self) -> None:
         """Load the models of the pool's roles and take this rank's shards of them."""
         spec, config = self._spec, self._spec.config
-        compute = Compute(self._device, self._dtype, spec.num_ranks, config.trainer.balance_batch)
+        compute = Compute(
+            self._device, self._dtype, spec.num_ranks, config.trainer.balance_batch, probe=self._profiler
+        )
         tokenizer = run_tokenizer(config)
         with self._spans.span("make_roles"):
             self._roles = make_roles(
                 config, spec.roles, tokenizer, choose_policy_loss(config), compute, spec.total_steps
             )
+        if self._roles.rollout is not None:
+            self._profiler.adapt = self._roles.rollout.capture_tool
         log.info("roles: %s", ", ".join(spec.roles))
+
+    def clock(self) -> float:
+        """Return this machine's time, in microseconds since 1970."""
+        return time.time_ns() / 1000
+
+    def set_clock(self, offset_us: float) -> None:
+        """Note by how much the controller's clock is ahead of this machine's."""
+        self._spans.set_clock(offset_us)
+
+    def begin_profiled_step(self, step: int) -> None:
+        """Begin with what is to be captured of a step."""
+        self._profiler.begin_step(step)
+
+    def end_profiled_step(self, step: int) -> None:
+        """Write what was captured of it."""
+        with self._spans.detail("write_profile", step=step):
+            self._profiler.end_step(step)
 
     def peak_flops(self) -> float:
         """Return this rank's peak FLOP/s."""
@@ -193,8 +221,15 @@ class RankWorker:
         """Return the memory of this process and its device."""
         return devices.memory_gb(self._device)
 
-    def run(self, role: RoleName, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Outcome:
-        """Run a role's method and return what it gave.
+    def run(
+        self,
+        role: RoleName,
+        method: str,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        at: tuple[Stage, int] | None,
+    ) -> Outcome:
+        """Run a role's method, as part of the stage and step `at`, and return what it gave.
 
         Raises:
             Exception: whatever the method raised; its traceback is in the log.
@@ -204,10 +239,11 @@ class RankWorker:
         batch, opened = self._open(arguments)
         before = {} if batch is None else dict(batch.tensors())
         try:
-            with self._spans.span(f"{role}.{method}"):
+            with self._spans.span(f"{role}.{method}") if at is None else self._profiler.stage(*at):
                 value = self._call(role, method, opened, options)
         except BaseException:
             log.exception("%s.%s failed", role, method)
+            self._profiler.flush()  # what comes next may be the end of the process
             raise
         finally:
             self._running = None
@@ -271,6 +307,7 @@ class RankWorker:
 
     def leave(self) -> None:
         """Leave the process group and close the files."""
+        self._profiler.flush()
         if self._spec.num_ranks > 1:
             leave_ranks()
         self._spans.close()

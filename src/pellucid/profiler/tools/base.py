@@ -42,6 +42,8 @@ class Capture:
     num_ranks: int
     number: int = 1
     """Which capture of this process it is, counted from 1."""
+    call: int = 1
+    """Which run of the stage within the step, counted from 1: dynamic sampling repeats some."""
     window: int = 1
     """Which cycle of the schedule, counted from 1."""
     pid: int = field(default_factory=os.getpid)
@@ -49,7 +51,8 @@ class Capture:
     @property
     def name(self) -> str:
         """Stem of the files."""
-        again = f"_window{self.window}" if self.window > 1 else ""
+        again = f"_call{self.call}" if self.call > 1 else ""
+        again += f"_window{self.window}" if self.window > 1 else ""
         what = "step" if self.stage is None else self.stage
         return f"{self.role}_{what}_step{self.step}{again}_rank{self.rank}-of-{self.num_ranks}_pid{self.pid}"
 

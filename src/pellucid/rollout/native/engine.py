@@ -13,11 +13,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pellucid import seeding
+from pellucid.profiler.probe import NO_PROBE, Probe
+from pellucid.profiler.tools.base import Tool
 from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
 from pellucid.rollout.native.gathered import GatheredPolicy, SampledPolicy
 from pellucid.rollout.native.packed_linear import packed_linears, packing_pays
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.protocol import Progress, SamplingParams
+from pellucid.stages import Unit
 from pellucid.training.common.models import decode, output_head
 from pellucid.types import Prompt, Rollout
 
@@ -46,6 +49,7 @@ class NativeRolloutEngine:
         max_num_seqs: rows decoded at a time.
         max_num_batched_tokens: prompt tokens prefilled at a time.
         seed: the run's seed.
+        probe: hears of decoding steps.
     """
 
     def __init__(
@@ -57,12 +61,18 @@ class NativeRolloutEngine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         seed: int,
+        probe: Probe = NO_PROBE,
     ) -> None:
         self.policy, self._tokenizer, self._eos = policy, tokenizer, frozenset(eos_token_ids)
         self.dtype = policy.dtype
         """What keys and values are stored in; the mismatch laboratory sets another than the trainer's."""
         self._active: _Generation | None = None
+        self._probe = probe
         self._max_num_seqs, self._max_prefill_tokens, self._seed = max_num_seqs, max_num_batched_tokens, seed
+
+    def capture_tool(self, tool: Tool) -> Tool:
+        """See `RolloutEngine.capture_tool`: this engine runs where the tool does."""
+        return tool
 
     def sync_weights(self) -> None:
         """Gather the weights of all ranks into the copy; in one process the engine reads the actor's own."""
@@ -91,7 +101,8 @@ class NativeRolloutEngine:
                 run.admit()
                 finished = run.release()
                 if run.rows:
-                    run.decode()
+                    with self._probe.unit(Unit.DECODE_STEP):
+                        run.decode()
                     finished += run.release()
                 if on_done:  # 0, too: long responses are no stall
                     on_done(finished)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pellucid import seeding
 from pellucid.errors import UserError
+from pellucid.profiler.tools.base import Tool
 from pellucid.rollout.native.engine import NativeRolloutEngine
 from pellucid.rollout.protocol import Progress, SamplingParams
 from pellucid.training.common.models import output_head
@@ -81,6 +82,10 @@ class MismatchedEngine:
             self._native.dtype = torch.bfloat16
         self._ring: deque[_Snapshot] = deque(maxlen=settings.stale_steps + 1)
         """The weights of the last stale_steps + 1 synchronisations, oldest first; empty while stale_steps is 0."""
+
+    def capture_tool(self, tool: Tool) -> Tool:
+        """See `RolloutEngine.capture_tool`."""
+        return self._native.capture_tool(tool)
 
     def sync_weights(self) -> None:
         """See `RolloutEngine.sync_weights`; keeps a copy of the weights while older ones are to be sampled from."""

@@ -1,0 +1,90 @@
+"""PyTorch's profiler: operators, kernels, shapes, memory and stacks of one process, as a Chrome trace.
+
+A capture gives one `.json.gz`, for Perfetto, `pellucid profile report`, TensorBoard or HolisticTraceAnalysis.
+"""
+
+import json
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler.profiler import _KinetoProfile
+
+from pellucid.errors import UserError
+from pellucid.profiler.tools.base import Capture, ToolSettings
+
+_INJECTED = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
+
+
+class TorchTool:
+    """See `Tool`."""
+
+    def __init__(self, settings: ToolSettings) -> None:
+        contents = set(settings.role_options.torch.contents)
+        if not contents & {"cpu", "cuda"}:
+            contents |= {"cpu", "cuda"} if settings.device == "cuda" else {"cpu"}
+        names = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
+        self._activities = [activity for name, activity in names.items() if name in contents]
+        self._contents = contents
+        self._profile: _KinetoProfile | None = None
+        self._capture: Capture | None = None
+
+    @classmethod
+    def check(cls, settings: ToolSettings) -> None:
+        """See `Tool.check`.
+
+        Raises:
+            UserError: another profiler holds CUPTI, through which kernels are seen.
+        """
+        holder = next((name for name in _INJECTED if name in os.environ), None)
+        if settings.device == "cuda" and holder is not None:
+            raise UserError(
+                "global_profiler.tool",
+                f"torch cannot see kernels while another profiler is attached to the process ({holder} is set).",
+                "Start the run without it, or use tool: nsys.",
+            )
+
+    def warm_up(self, capture: Capture) -> None:
+        """See `Tool.warm_up`."""
+        self._profile = _KinetoProfile(
+            activities=self._activities,
+            record_shapes="shapes" in self._contents,
+            profile_memory="memory" in self._contents,
+            with_stack="stack" in self._contents,
+            with_modules="module" in self._contents,
+        )
+        self._profile.prepare_trace()
+
+    def start(self, capture: Capture) -> None:
+        """See `Tool.start`."""
+        if self._profile is None:
+            self.warm_up(capture)
+        assert self._profile is not None
+        self._capture = capture
+        self._profile.start_trace()
+        if not torch.distributed.is_initialized():  # readers of traces of several ranks expect it
+            about = {"backend": "none", "rank": capture.rank, "world_size": capture.num_ranks, "pg_count": 0}
+            self._profile.add_metadata_json("distributedInfo", json.dumps(about))
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """See `Tool.range`."""
+        return record_function(name)
+
+    def stop(self) -> list[Path]:
+        """See `Tool.stop`."""
+        profile, self._profile = self._profile, None
+        capture, self._capture = self._capture, None
+        assert profile is not None
+        profile.stop_trace()
+        if capture is None:
+            return []  # it was only warming up
+        path = capture.folder / f"{capture.name}.json.gz"
+        partial = path.with_name(f"{path.name.removesuffix('.gz')}.partial.gz")
+        try:
+            profile.export_chrome_trace(str(partial))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return [path]
