@@ -167,11 +167,10 @@ def test_sft_rules(overrides, field):
 
 
 OFF = {
-    "global_profiler": "{steps: null, tool: nsys}",
-    f"{ACTOR}.profiler": "{enable: false, ranks: [0]}",
-    "critic.profiler": "{enable: false}",
+    "global_profiler.global_tool_config.torch_memory.context": "all",
+    "global_profiler.global_tool_config.torch_memory.kw_args": "{}",
+    "global_profiler.global_tool_config.precision_debugger": "{enable: false, strict: true}",
     "critic.use_fused_kernels": "false",
-    "reward_model.profiler": "{enable: false}",
     "reward_model.reward_manager": "naive",
     "algorithm.rollout_correction": "{rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null}",
     "reward_model.launch_reward_fn_async": "false",
@@ -190,9 +189,8 @@ OFF = {
     f"{ROLLOUT}.enforce_eager": "null",
 }
 ON = {
-    "global_profiler": "{steps: [1], tool: nsys}",
-    f"{ACTOR}.profiler": "{enable: true}",
-    "critic.profiler": "{enable: true}",
+    "global_profiler.global_tool_config.torch_memory.stacks": "python",
+    "global_profiler.global_tool_config.precision_debugger": "{enable: true}",
     "critic.megatron": "{tensor_model_parallel_size: 2}",
     "reward_model.reward_manager": "prime",
     "reward_model.launch_reward_fn_async": "true",
@@ -235,9 +233,9 @@ def test_several_later_keys_are_refused_together():
 
 def test_an_off_block_may_link_to_keys_that_do_not_exist():
     assert (
-        load_config(None, [*BASE, f"+{ACTOR}.profiler.x='${{global_profiler.no.such}}'"])
+        load_config(None, [*BASE, f"+{ROLLOUT}.multi_turn.x='${{global_profiler.no.such}}'"])
         .notices[0]
-        .endswith("actor.profiler")
+        .endswith("rollout.multi_turn")
     )
 
 
@@ -250,16 +248,6 @@ def test_every_later_key_names_what_it_belongs_to():
 @pytest.mark.parametrize(
     ("override", "new"),
     [
-        ("trainer.profile_steps=[1,2]", {"global_profiler": {"tool": "nsys", "steps": [1, 2]}}),
-        (
-            f"{ACTOR}.profile_ranks=[0,1]",
-            {"actor_rollout_ref": {"actor": {"profiler": {"enable": True, "ranks": [0, 1]}}}},
-        ),
-        ("critic.profile_ranks_all=true", {"critic": {"profiler": {"enable": True, "all_ranks": True}}}),
-        (
-            "actor_rollout_ref.rm.profile_discrete=true",
-            {"reward_model": {"profiler": {"tool_config": {"nsys": {"discrete": True}}}}},
-        ),
         (
             f"{ACTOR}.tis_imp_ratio_cap=2.0",
             {
@@ -309,7 +297,7 @@ def test_migrate_keeps_links_and_the_rest_and_is_idempotent(tmp_path):
     old = tmp_path / "old.yaml"
     old.write_text(
         "_target_: x\ndata: {seed: '${trainer.seed}'}\ntrainer: {profile_steps: [1], seed: 3}\n"
-        "actor_rollout_ref: {actor: {strategy: '???', profile_discrete: true}, ref: {profile_discrete: true}}\n"
+        "actor_rollout_ref: {actor: {strategy: '???', ppo_micro_batch_size: 2}, ref: {ppo_micro_batch_size: 2}}\n"
     )
     text, changes = migrate(old)
     assert "${trainer.seed}" in text
@@ -317,10 +305,3 @@ def test_migrate_keeps_links_and_the_rest_and_is_idempotent(tmp_path):
     assert len(changes) == 4
     old.write_text(text)
     assert migrate(old) == (text, [])
-
-
-def test_roles_that_disagree_about_discrete_profiling_do_not_migrate(tmp_path):
-    old = tmp_path / "old.yaml"
-    old.write_text("actor_rollout_ref: {actor: {profile_discrete: true}, ref: {profile_discrete: false}}\n")
-    with pytest.raises(UserError, match="must agree"):
-        migrate(old)

@@ -118,7 +118,7 @@ def _follow_actor_profiler(user: DictConfig) -> None:
         own = OmegaConf.create() if own is None else own
         wholes = (("schedule",), ("ranks", "all_ranks"))
         replaced = {name for whole in wholes if any(name in own for name in whole) for name in whole}
-        followed = OmegaConf.masked_copy(actor, [name for name in actor if name not in replaced])
+        followed = OmegaConf.masked_copy(actor, [str(name) for name in actor if name not in replaced])
         OmegaConf.update(user, key, OmegaConf.merge(followed, own), merge=False, force_add=True)
 
 

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pellucid.config import verl_profiling
 from pellucid.config.convert import flat_hints, in_one_spelling, raise_all
 from pellucid.config.schema import RunConfig
 from pellucid.config.verl_correction import BLOCK, flat_keys, is_off
@@ -19,9 +20,6 @@ from pellucid.errors import UserError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-NO_PROFILING = "Profiling is not in this version: remove the key or set it to null."
-_ROLE_SECTION = {"actor_rollout_ref.critic": "critic", "actor_rollout_ref.rm": "reward_model"}
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,6 @@ class Old:
     translated: bool = False
 
 
-def _profiler(parent: str) -> str:
-    return f"{_ROLE_SECTION.get(parent, parent)}.profiler"
-
-
 def _tis(parent: str, value: Any) -> dict[str, Any]:
     return {
         "algorithm.rollout_is_threshold": value,
@@ -62,30 +56,6 @@ def _empty(value: Any) -> bool:
 
 
 OLD: tuple[Old, ...] = (
-    Old(
-        "trainer.profile_steps",
-        _empty,
-        lambda parent, value: {"global_profiler.tool": "nsys", "global_profiler.steps": value},
-        NO_PROFILING,
-    ),
-    Old(
-        "*.profile_ranks",
-        _empty,
-        lambda parent, value: {f"{_profiler(parent)}.enable": True, f"{_profiler(parent)}.ranks": value},
-        NO_PROFILING,
-    ),
-    Old(
-        "*.profile_ranks_all",
-        _empty,
-        lambda parent, value: {f"{_profiler(parent)}.enable": True, f"{_profiler(parent)}.all_ranks": True},
-        NO_PROFILING,
-    ),
-    Old(
-        "*.profile_discrete",
-        _empty,
-        lambda parent, value: {f"{_profiler(parent)}.tool_config.nsys.discrete": True},
-        NO_PROFILING,
-    ),
     Old(
         "actor_rollout_ref.actor.tis_imp_ratio_cap",
         lambda value: value is None or (isinstance(value, int | float) and value <= 0),
@@ -137,33 +107,83 @@ OLD: tuple[Old, ...] = (
 
 @dataclass(frozen=True)
 class Found:
-    """An old key in a user's tree, with what takes its place (empty when it is off)."""
+    """Old keys in a user's tree that are read together, mostly one alone.
 
-    key: str
-    value: Any
-    old: Old
+    Attributes:
+        keys: the old keys with their values.
+        new: what takes their place; empty when they are off.
+        why: what a run says beside the new YAML.
+        translated: as in `Old`.
+        notes: lines on what is not as it looks.
+    """
+
+    keys: dict[str, Any]
     new: dict[str, Any]
+    why: str
+    translated: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The old keys in one line."""
+        return ", ".join(self.keys)
 
 
-def find_old(tree: DictConfig, prefix: str = "") -> Iterator[Found]:
-    """Yield each old key that `tree` holds, in file order."""
+def find_old(tree: DictConfig) -> list[Found]:
+    """Return the old keys that `tree` holds, in file order; those of profiling come last and are one entry.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    single: list[Found] = []
+    profiling: dict[str, Any] = {}
+    for key, parent in _walk(tree, ""):
+        name = key.rpartition(".")[2]
+        if any(fnmatchcase(key, pattern) for pattern in verl_profiling.PATTERNS):
+            profiling[key] = _plain(parent, name, key, resolve=True)
+        elif (old := next((old for old in OLD if fnmatchcase(key, old.pattern)), None)) is not None:
+            value = _plain(parent, name, key, resolve=old.translated)
+            new = {} if old.off(value) else old.new(key.rpartition(".")[0], value)
+            single.append(Found({key: value}, new, old.why, old.translated))
+    if not profiling:
+        return single
+    notes: list[str] = []
+    new = verl_profiling.new_keys(profiling, lambda key: _get(tree, key), notes)
+    why = "`pellucid config migrate` rewrites the file."
+    return [*single, Found(profiling, new, why, translated=True, notes=tuple(notes))]
+
+
+def _walk(node: DictConfig, prefix: str) -> Iterator[tuple[str, DictConfig]]:
+    """Yield each key of a tree with the node that holds it; what is inside an old key belongs to that."""
     from omegaconf import DictConfig
 
-    for name, child in tree.items_ex(resolve=False):
+    patterns = [*verl_profiling.PATTERNS, *(old.pattern for old in OLD)]
+    for name, child in node.items_ex(resolve=False):
         key = f"{prefix}{name}"
-        old = next((old for old in OLD if fnmatchcase(key, old.pattern)), None)
-        if old is not None:
-            value = _plain(child, key, resolve=old.translated)
-            yield Found(key, value, old, {} if old.off(value) else old.new(key.rpartition(".")[0], value))
-        elif isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
-            yield from find_old(child, f"{key}.")
+        yield key, node
+        inside = isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation()
+        if inside and not any(fnmatchcase(key, pattern) for pattern in patterns):
+            yield from _walk(child, f"{key}.")
 
 
-def _plain(node: Any, key: str, resolve: bool) -> Any:
+def _get(tree: DictConfig, key: str) -> Any:
+    """Return the value of a key that may not be there, None too where it is a link that leads nowhere."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
+        return OmegaConf.select(tree, key)
+    except OmegaConfBaseException:
+        return None  # reported by its own name, once the links are resolved
+
+
+def _plain(parent: DictConfig, name: str, key: str, resolve: bool) -> Any:
+    """Return an entry of `parent` as a plain value, its links resolved or as text."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        node = parent[name] if resolve else dict(parent.items_ex(resolve=False))[name]
         return OmegaConf.to_container(node, resolve=resolve) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
         raise UserError(key, f"its interpolation cannot be resolved ({str(error).splitlines()[0]}).") from error
@@ -178,24 +198,26 @@ def drop_old(user: DictConfig, notices: list[str]) -> None:
     """
     from omegaconf import OmegaConf
 
-    found, hints = list(find_old(user)), flat_hints(RunConfig)
+    found, hints = find_old(user), flat_hints(RunConfig)
     raise_all(
         [
-            UserError(item.key, "this spelling is replaced by\n" + _yaml(item.new), item.old.why)
+            UserError(item.name, "this spelling is replaced by\n" + _yaml(item.new), item.why)
             for item in found
-            if item.new and not item.old.translated
+            if item.new and not item.translated
         ]
     )
     for item in found:
-        _delete(user, item.key)
+        for key in item.keys:
+            _delete(user, key)
         for key, value in item.new.items():
             own = OmegaConf.select(user, key)
             if own is not None and in_one_spelling(own, hints.get(key)) != value:
-                raise UserError(key, f"is also set, to another value, by {item.key}.", "Keep one of the two.")
+                raise UserError(key, f"is also set, to another value, by {item.name}.", "Keep one of the two.")
             OmegaConf.update(user, key, value, force_add=True)
         if item.new:
-            notices.append(f"{item.key} is read as\n{_yaml(item.new)}{item.old.why}")
-    if off := [item.key for item in found if not item.new]:
+            notices.append(f"{item.name} {'is' if len(item.keys) == 1 else 'are'} read as\n{_yaml(item.new)}{item.why}")
+        notices += item.notes
+    if off := [key for item in found if not item.new for key in item.keys]:
         notices.append("Old keys that change nothing here, dropped: " + ", ".join(off))
 
 
@@ -224,24 +246,13 @@ def migrate(source: Path) -> tuple[str, list[str]]:
     tree = read_yaml(source)
     changes: list[str] = []
     drop_targets(tree, changes)
-    found = list(find_old(tree))
-    discrete = {item.key: bool(item.value) for item in found if item.key.endswith("profile_discrete")}
-    on = [key for key, value in discrete.items() if value]
-    if on and len(on) < len(discrete) and any(not value for value in discrete.values()):
-        odd = next(key for key, value in discrete.items() if not value)
-        raise UserError(
-            odd,
-            f"is false while {', '.join(on)} is true; all roles must agree.",
-            "Set all of them alike, then migrate.",
-        )
-    for item in found:
-        _delete(tree, item.key)
+    for item in find_old(tree):
+        for key in item.keys:
+            _delete(tree, key)
         for key, value in item.new.items():
             OmegaConf.update(tree, key, value)
-        changes.append(
-            f"{item.key}: {_word(item.value)} → "
-            + (", ".join(f"{key}: {_word(value)}" for key, value in item.new.items()) or "removed (changes nothing here)")
-        )
+        changes.append(f"{_line(item.keys)} → {_line(item.new) or 'removed (changes nothing here)'}")
+        changes += item.notes
     return OmegaConf.to_yaml(tree), changes
 
 
@@ -267,6 +278,10 @@ def _delete(tree: DictConfig, key: str) -> None:
         if node:
             return
         key = parent
+
+
+def _line(keys: dict[str, Any]) -> str:
+    return ", ".join(f"{key}: {_word(value)}" for key, value in keys.items())
 
 
 def _word(value: Any) -> str:
