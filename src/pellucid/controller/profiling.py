@@ -28,10 +28,14 @@ POOL = "policy"
 """What captures of whole steps are called after where one process holds all roles; under Ray, the policy's pool."""
 
 
-def profile_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Return the folder of the run's manifest: `global_profiler.save_path`, else `profile` in the run's own."""
-    chosen = config.global_profiler.save_path
-    return (Path(chosen) if chosen else run_dir / "profile").absolute()
+def manifest_folder(run_dir: Path) -> Path:
+    """Return the folder of the run's manifest, in the run's own: captures may go elsewhere, and share a folder with others'."""
+    return run_dir.absolute() / "profile"
+
+
+def _save_folder(save_path: str | None, run_dir: Path) -> Path:
+    """Return where captures go."""
+    return Path(save_path).absolute() if save_path else manifest_folder(run_dir)
 
 
 def role_settings(config: RunConfig) -> dict[str, ProfilerConfig]:
@@ -66,7 +70,7 @@ def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str],
         wanted = profiler.tool == "nsys" and not roles
     if wanted and profiler.tool is not None:
         discrete = any(_is_discrete(section) for section in settings.values() if section.enable)
-        chosen["controller"] = RoleRequest(profiler.tool, profile_folder(config, run_dir), discrete)
+        chosen["controller"] = RoleRequest(profiler.tool, _save_folder(profiler.save_path, run_dir), discrete)
     return _request(config, run_dir, "controller", POOL if roles else "controller", 0, 1, chosen, device)
 
 
@@ -90,7 +94,7 @@ def _request(
         num_ranks=num_ranks,
         steps=frozenset(profiler.steps),
         roles=roles,
-        journal=profile_folder(config, run_dir) / JOURNALS,
+        journal=manifest_folder(run_dir) / JOURNALS,
         device=device,
         continuous=profiler.profile_continuous_steps,
         max_bytes=profiler.max_bytes,
@@ -112,7 +116,7 @@ def _is_discrete(section: ProfilerConfig) -> bool:
 
 def _role_request(config: RunConfig, run_dir: Path, name: str, section: ProfilerConfig) -> RoleRequest:
     assert section.tool is not None
-    folder = Path(section.save_path).absolute() if section.save_path else profile_folder(config, run_dir)
+    folder = _save_folder(section.save_path, run_dir)
     return RoleRequest(section.tool, folder, _is_discrete(section), _windows(name, section), section.tool_config)
 
 
@@ -209,7 +213,7 @@ class RunProfiler:
     ) -> None:
         self._config, self._ranks, self._total_steps = config, ranks, total_steps
         self.process = process
-        self.folder = profile_folder(config, run_dir)
+        self.folder = manifest_folder(run_dir)
         own = [] if process.request is None else [process.request]
         self._requests = [*own, *ranks.profile_requests]
         self._steps = frozenset(config.global_profiler.steps or ()) if self._requests else frozenset[int]()
@@ -221,7 +225,7 @@ class RunProfiler:
         if early := sorted(step for step in self._steps if step < first_step):
             notice(f"global_profiler.steps: {early} will not be profiled: the run goes on from step {first_step}.")
         if self._requests:
-            _say_where(self._requests, self.folder)
+            _say_where(self._requests)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -310,7 +314,7 @@ def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) ->
 
 def finish(config: RunConfig, run_dir: Path) -> None:
     """Write the last manifest and run the user's hook, once all processes have ended and their files are in place."""
-    folder = profile_folder(config, run_dir)
+    folder = manifest_folder(run_dir)
     if not config.global_profiler.steps or not (folder / JOURNALS).exists():
         return
     manifest = make_manifest(config, folder, ())
@@ -324,7 +328,8 @@ def finish(config: RunConfig, run_dir: Path) -> None:
     if manifest.files:
         console.print(f"profile: {path}\n  pellucid profile report {run_dir}", markup=False)
     if (command := config.global_profiler.finish_hook_cmd) is not None:
-        _run_hook(command, config.global_profiler.finish_hook_timeout_s, run_dir, folder, path)
+        saved = _save_folder(config.global_profiler.save_path, run_dir)
+        _run_hook(command, config.global_profiler.finish_hook_timeout_s, run_dir, saved, path)
 
 
 def _run_hook(command: str, timeout_s: float, run_dir: Path, folder: Path, manifest: Path) -> None:
@@ -345,10 +350,11 @@ def _run_hook(command: str, timeout_s: float, run_dir: Path, folder: Path, manif
         notice(f"global_profiler.finish_hook_cmd ended with status {done.returncode}: {command}", style="red")
 
 
-def _say_where(requests: list[ProcessRequest], folder: Path) -> None:
+def _say_where(requests: list[ProcessRequest]) -> None:
     steps = sorted(requests[0].steps)
+    folders = ", ".join(dict.fromkeys(str(role.folder) for request in requests for role in request.roles.values()))
     parts = []
     for request in requests:
         tools = ", ".join(dict.fromkeys(role.tool for role in request.roles.values()))
         parts.append(f"{request.process} ({', '.join(request.roles)}; {tools})")
-    console.print(f"profiling steps {steps} of {'; '.join(parts)} into {folder}", markup=False)
+    console.print(f"profiling steps {steps} of {'; '.join(parts)} into {folders}", markup=False)

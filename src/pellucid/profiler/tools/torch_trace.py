@@ -15,6 +15,7 @@ from torch.profiler.profiler import _KinetoProfile
 from pellucid.errors import UserError
 from pellucid.profiler.tools.base import Capture, ToolSettings
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without it every start and stop is a line on the console
 _INJECTED = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
@@ -77,9 +78,11 @@ class TorchTool:
         profile, self._profile = self._profile, None
         capture, self._capture = self._capture, None
         assert profile is not None
+        if capture is None:  # it was only warming up, which torch ends in no other way
+            profile.start_trace()
+            profile.stop_trace()
+            return []
         profile.stop_trace()
-        if capture is None:
-            return []  # it was only warming up
         path = capture.folder / f"{capture.name}.json.gz"
         partial = path.with_name(f"{path.name.removesuffix('.gz')}.partial.gz")
         try:
