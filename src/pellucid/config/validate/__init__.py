@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pellucid.config.convert import raise_all
 from pellucid.config.schema import RunConfig, SftConfig
-from pellucid.config.validate import algorithm, batches, correction, effects, ranks, run, sampling
+from pellucid.config.validate import algorithm, batches, correction, effects, profiling, ranks, run, sampling
 
 
 def validate(config: RunConfig | SftConfig) -> list[str]:
@@ -30,7 +30,14 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
         *algorithm.mistakes(config),
         *correction.mistakes(config),
         *run.mistakes(config),
+        *profiling.mistakes(config),
     ]
     named = {error.field for error in found}
-    raise_all(found + [error for error in effects.mistakes(config, changed) if error.field not in named])
-    return [*algorithm.unusual(config), *correction.unusual(config), *ranks.unusual(config)]
+    others = {key: value for key, value in changed.items() if ".profiler." not in key}  # profiling has rules of its own
+    raise_all(found + [error for error in effects.mistakes(config, others) if error.field not in named])
+    return [
+        *algorithm.unusual(config),
+        *correction.unusual(config),
+        *ranks.unusual(config),
+        *profiling.unusual(config, changed),
+    ]
