@@ -157,13 +157,13 @@ def asked(config):
             "ASCEND_END_TO_END",
             [KL],
             [1, 2, 5],
-            {role: ("npu", "all", False) for role in ("actor", "ref", "rollout")},
+            dict.fromkeys(("actor", "ref", "rollout"), ("npu", "all", False)),
         ),
         (
             "ASCEND_DISCRETE",
             [KL],
             [1, 2, 5],
-            {role: ("npu", [0], True) for role in ("actor", "ref", "rollout")},
+            dict.fromkeys(("actor", "ref", "rollout"), ("npu", [0], True)),
         ),
     ],
 )
@@ -285,10 +285,9 @@ def test_ref_and_rollout_follow_the_actor_but_for_what_they_set():
     assert (profilers["critic"].enable, profilers["critic"].save_path) == (False, None)
 
 
-@pytest.mark.parametrize("value", ["null", "'${actor_rollout_ref.actor.profiler}'"])
-def test_a_null_or_a_link_follows_as_well(value):
-    profilers = load(*ON, f"{ROLLOUT}={value}").config.profilers
-    assert profilers["rollout"] == profilers["actor"]
+def test_a_null_follows_as_well():
+    profilers = load(*ON, f"{ROLLOUT}=null", f"{REF}.tool=null").config.profilers
+    assert profilers["rollout"] == profilers["ref"] == profilers["actor"]
 
 
 def test_sections_may_be_null_and_null_follows_the_global_keys():
@@ -402,8 +401,10 @@ MISTAKES = [
         "schedule.stages is set too",
     ),
     (
-        ["reward_model={enable: true, model: {path: r}}", "reward_model.profiler={enable: true, ranks: [0]}"]
-        + ["reward_model.profiler.tool_config.torch={step_start: 1}", f"{ACTOR}.tool_config.torch.discrete=true"],
+        [
+            *("reward_model={enable: true, model: {path: r}}", "reward_model.profiler={enable: true, ranks: [0]}"),
+            *("reward_model.profiler.tool_config.torch={step_start: 1}", f"{ACTOR}.tool_config.torch.discrete=true"),
+        ],
         "reward_model.profiler.tool_config.torch.step_start",
         "no update",
     ),
@@ -417,6 +418,8 @@ MISTAKES = [
         "global_profiler.profile_continuous_steps",
         "no effect",
     ),
+    ([f"{ACTOR}.rank=[0]"], f"{ACTOR}.rank", "Did you mean 'actor_rollout_ref.actor.profiler.ranks'?"),
+    ([f"{ROLLOUT}.tool_config.npu.level=level3"], f"{ROLLOUT}.tool_config.npu.level", "level2"),
     (["global_profiler.steps=[0]"], "global_profiler.steps[0]", "≥ 1"),
     (["global_profiler.tool=precision_debugger"], "global_profiler.tool", "not in this version"),
     (["global_profiler.tool=nsight"], "global_profiler.tool", "nsys"),
@@ -482,8 +485,7 @@ def test_what_goes_together_is_accepted(overrides):
             ["ref_compute_log_prob is not captured", f"{REF} does not ask"],
         ),
         (
-            [KL, "trainer.placement=ray", "trainer.resource_pools={ref: 1}", "trainer.n_gpus_per_node=2"]
-            + [f"{ACTOR}.ranks=[0,1]"],
+            [*RANKS, KL, "trainer.resource_pools={ref: 1}", f"{ACTOR}.ranks=[0,1]"],
             [f"{REF}.ranks follows the actor's, and ref has no 1 in its own pool"],
         ),
     ],

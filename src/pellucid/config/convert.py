@@ -122,7 +122,8 @@ def _section(
     values: dict[str, Any] = {}
     for item, (name, hint) in zip(dataclasses.fields(cls), hints_of(cls).items()):
         if dataclasses.is_dataclass(hint):
-            values[name] = _section(hint, tree[name], f"{prefix}{name}.", own, followed, notices)
+            errors = followed if item.metadata.get("follows") else own
+            values[name] = _section(hint, tree[name], f"{prefix}{name}.", errors, followed, notices)
             continue
         try:
             values[name] = _value(tree[name], hint, prefix + name, notices)

@@ -95,6 +95,8 @@ def link(target: str) -> dict[str, str]:
 
 NULL_IS_OFF = {"null_is_off": True}
 """Metadata of a section that users may set to null, which leaves all its keys at their defaults."""
+NULL_FOLLOWS = {**NULL_IS_OFF, "follows": True}
+"""Metadata of a section that takes what is not set from another section, all of it when it is null."""
 
 
 def link_of(item: dataclasses.Field[Any]) -> str | None:

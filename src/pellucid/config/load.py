@@ -79,14 +79,13 @@ def resolved_tree(source: str | Path | None, overrides: list[str], root: type, n
     drop_targets(user, notices)
     drop_old(user, notices)
     _drop_null_links(user, root)
-    if root is RunConfig:
-        _follow_actor_profiler(user)
     defaults = OmegaConf.create(defaults_tree(root))
     merged = OmegaConf.merge(defaults, user)
     assert isinstance(merged, DictConfig)
     drop_deferred(user, merged, notices)
     raise_all(list(_unknown_keys(user, root)))
     if root is RunConfig:
+        _follow_actor_profiler(user, merged)
         _default_micro_batching(merged, notices)
         _default_aggregation(user, merged, notices)
         expand_preset(user, merged, notices)
@@ -103,7 +102,7 @@ def resolved_tree(source: str | Path | None, overrides: list[str], root: type, n
     return tree
 
 
-def _follow_actor_profiler(user: DictConfig) -> None:
+def _follow_actor_profiler(user: DictConfig, merged: DictConfig) -> None:
     """Let ref and rollout take from the actor's `profiler` what they do not set: a schedule, and the ranks, as a whole."""
     from omegaconf import DictConfig, OmegaConf
 
@@ -112,14 +111,11 @@ def _follow_actor_profiler(user: DictConfig) -> None:
         return
     for role in ACTOR_FOLLOWERS:
         key = f"{PROFILED_SECTIONS[role]}.profiler"
-        own = _select(user, key)
-        if own is not None and not isinstance(own, DictConfig):
-            continue  # no section: refused with the unknown keys
-        own = OmegaConf.create() if own is None else own
+        own = _select(user, key) or OmegaConf.create()
         wholes = (("schedule",), ("ranks", "all_ranks"))
         replaced = {name for whole in wholes if any(name in own for name in whole) for name in whole}
         followed = OmegaConf.masked_copy(actor, [str(name) for name in actor if name not in replaced])
-        OmegaConf.update(user, key, OmegaConf.merge(followed, own), merge=False, force_add=True)
+        OmegaConf.update(merged, key, OmegaConf.merge(followed, own))
 
 
 def _default_tool(user: DictConfig, tree: dict[str, Any], notices: list[str]) -> None:
@@ -129,14 +125,15 @@ def _default_tool(user: DictConfig, tree: dict[str, Any], notices: list[str]) ->
         return
     toolless: list[dict[str, Any]] = []
     named: set[str] = set()
-    for section in PROFILED_SECTIONS.values():
+    for role, section in PROFILED_SECTIONS.items():
         own = tree
         for name in f"{section}.profiler".split("."):
             own = own[name]
         if own["tool"] is None:
             toolless.append(own)
             if str(own["enable"]).lower() == "true":
-                named |= {str(name) for name in _select(user, f"{section}.profiler.tool_config") or ()}
+                settled = [section, *([PROFILED_SECTIONS["actor"]] if role in ACTOR_FOLLOWERS else [])]
+                named |= {str(name) for key in settled for name in _select(user, f"{key}.profiler.tool_config") or ()}
     if len(named) == 1:
         [tool] = named
         profiler["tool"] = tool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import MISSING, NULL_IS_OFF, Alias, Length, OrImportPath, Range, link
+from pellucid.config.fields import MISSING, NULL_FOLLOWS, NULL_IS_OFF, Alias, Length, OrImportPath, Range, link
 from pellucid.config.schema.profiler import ProfilerConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig, Strategy
 
@@ -162,5 +162,5 @@ class RefConfig:
         default=16384, metadata=link("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
     )
     """Most tokens in one forward pass; null follows the actor."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_IS_OFF)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_FOLLOWS)
     """Profiling of the reference model; what is not set here follows the actor's block."""

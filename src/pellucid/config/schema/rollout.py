@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import NULL_IS_OFF, Alias, Range, Refused, link
+from pellucid.config.fields import NULL_FOLLOWS, Alias, Range, Refused, link
 from pellucid.config.schema.model import Dtype
 from pellucid.config.schema.profiler import ProfilerConfig
 
@@ -86,5 +86,5 @@ class RolloutConfig:
     """A deliberate gap between sampling and training, to study its correction; validation is not touched."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     """Sampling during validation."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_IS_OFF)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_FOLLOWS)
     """Profiling of the engine; what is not set here follows the actor's block. Ranks are numbers of engines."""

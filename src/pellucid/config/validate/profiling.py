@@ -74,9 +74,15 @@ def _captures_controller(config: RunConfig) -> bool:
 
 
 def mistakes(config: RunConfig) -> Iterator[UserError]:
-    """Yield the mistakes in what a run is asked to capture; in a run that profiles no step there are none."""
-    if not config.global_profiler.steps:
-        return
+    """Yield the mistakes in what a run is asked to capture, one a key; in a run that profiles no step there are none."""
+    if config.global_profiler.steps:
+        first: dict[str, UserError] = {}
+        for error in _mistakes(config):
+            first.setdefault(error.field, error)
+        yield from first.values()
+
+
+def _mistakes(config: RunConfig) -> Iterator[UserError]:
     collecting = _collecting(config)
     yield from _without_tool(config, collecting)
     for role in _roles(config):
@@ -207,7 +213,7 @@ def _modes(config: RunConfig, collecting: list[_Role]) -> Iterator[UserError]:
         )
     by_step = [role for role in by_step if role not in alone]
     if by_stage and by_step:
-        odd, others = (by_step, by_stage) if len(by_step) <= len(by_stage) else (by_stage, by_step)
+        odd, others = sorted((by_stage, by_step), key=lambda roles: (len(roles), roles[0].name == "actor"))
         yield UserError(
             _mode_key(odd[0]),
             f"{_names(odd)} {_mode(odd[0])}, but {_names(others)} {_mode(others[0])}: all roles must agree.",
