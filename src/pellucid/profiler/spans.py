@@ -4,13 +4,29 @@ Each process owns a `SpanRecorder`; `step_timings()` empties into metrics once a
 Perfetto reads; `pellucid profile` merges and reports those of all processes.
 """
 
+import io
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+class _CoreQueue(threading.local):
+    """How long the calling thread has been ready to run without getting a core; the kernel counts it on Linux alone."""
+
+    def __init__(self) -> None:
+        try:
+            self._file = io.FileIO("/proc/thread-self/schedstat")
+        except OSError:
+            self._file = None
+
+    def seconds(self) -> float | None:
+        """Return the seconds since the thread's start; None where nobody counts."""
+        return None if self._file is None else int(os.pread(self._file.fileno(), 64, 0).split()[1]) / 1e9
 
 
 class SpanRecorder:
@@ -20,6 +36,7 @@ class SpanRecorder:
         """Append to `trace_path`; without one only durations are kept. `process` is what people call it: `policy rank 0`."""
         self._durations_s: dict[str, float] = {}
         self._trace, self._pid, self._process = None, os.getpid(), process
+        self._queue = _CoreQueue()
         if trace_path is not None:
             trace_path.parent.mkdir(parents=True, exist_ok=True)
             resumed = trace_path.exists()
@@ -45,16 +62,22 @@ class SpanRecorder:
 
     @contextmanager
     def detail(self, name: str, **args: str | int | float) -> Iterator[None]:
-        """Show the enclosed block on the timeline alone, with the processor time of the whole process in `cpu_s`."""
+        """Show the enclosed block on the timeline alone.
+
+        With the processor time of the whole process in `cpu_s`, and in `queued_s` how long this thread waited for a core: what is
+        neither, it waited for something else.
+        """
         if self._trace is None:
             yield
             return
-        wall_us, start, cpu = time.time_ns() // 1000, time.perf_counter(), time.process_time()
+        wall_us, start, cpu, queued = time.time_ns() // 1000, time.perf_counter(), time.process_time(), self._queue.seconds()
         try:
             yield
         finally:
-            cpu_s = round(time.process_time() - cpu, 6)
-            self._show(name, wall_us, time.perf_counter() - start, 0, {"cpu_s": cpu_s, **args})
+            used = {"cpu_s": round(time.process_time() - cpu, 6)}
+            if queued is not None:
+                used["queued_s"] = round((self._queue.seconds() or 0.0) - queued, 6)
+            self._show(name, wall_us, time.perf_counter() - start, 0, used | args)
 
     def record(self, name: str, wall_us: int, duration_s: float, *, lane: int = 0, **args: str | int | float) -> None:
         """Show on the timeline what has happened elsewhere.
