@@ -10,11 +10,11 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pellucid import devices
 from pellucid.config import RunConfig
-from pellucid.config.schema.profiler import ProfilerConfig
+from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
 from pellucid.profiler.manifest import JOURNALS, Manifest, ProfileFailure, read_journals
@@ -38,38 +38,22 @@ def _save_folder(save_path: str | None, run_dir: Path) -> Path:
     return Path(save_path).absolute() if save_path else manifest_folder(run_dir)
 
 
-def role_settings(config: RunConfig) -> dict[str, ProfilerConfig]:
-    """Return each role's profiler section by the role's name."""
-    policy = config.actor_rollout_ref
-    return {
-        "actor": policy.actor.profiler,
-        "rollout": policy.rollout.profiler,
-        "ref": policy.ref.profiler,
-        "critic": config.critic.profiler,
-        "reward_model": config.reward_model.profiler,
-    }
-
-
 def rank_request(
     config: RunConfig, run_dir: Path, *, pool: str, roles: Collection[str], rank: int, num_ranks: int, device: str
 ) -> ProcessRequest | None:
     """Return what a rank is asked to capture; None when that is nothing."""
-    settings = role_settings(config)
-    selected = {name: settings[name] for name in roles if _selects(settings[name], rank)}
-    chosen = {name: _role_request(config, run_dir, name, section) for name, section in selected.items()}
+    chosen = _role_requests(config, run_dir, roles, rank)
     return _request(config, run_dir, f"{pool}_rank_{rank}", pool, rank, num_ranks, chosen, device)
 
 
 def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str], device: str) -> ProcessRequest | None:
     """Return what the controller's process, in which `roles` live, is asked to capture; None when that is nothing."""
-    profiler, settings = config.global_profiler, role_settings(config)
-    selected = {name: settings[name] for name in roles if _selects(settings[name], 0)}
-    chosen = {name: _role_request(config, run_dir, name, section) for name, section in selected.items()}
+    profiler, chosen = config.global_profiler, _role_requests(config, run_dir, roles, 0)
     wanted = profiler.controller
     if wanted is None:
         wanted = profiler.tool == "nsys" and not roles
     if wanted and profiler.tool is not None:
-        discrete = any(_is_discrete(section) for section in settings.values() if section.enable)
+        discrete = any(section.captures_stages for section in config.profilers.values() if section.enable)
         chosen["controller"] = RoleRequest(profiler.tool, _save_folder(profiler.save_path, run_dir), discrete)
     return _request(config, run_dir, "controller", POOL if roles else "controller", 0, 1, chosen, device)
 
@@ -103,27 +87,24 @@ def _request(
     )
 
 
-def _selects(section: ProfilerConfig, rank: int) -> bool:
-    return section.enable and section.tool is not None and (section.all_ranks or rank in section.ranks)
-
-
-def _is_discrete(section: ProfilerConfig) -> bool:
-    """Tell whether a role's stages have captures of their own; a tool of the user's own has the setting of torch."""
-    options = section.tool_config
-    switches = {"nsys": options.nsys.discrete, "npu": options.npu.discrete, "torch_memory": False}
-    return switches.get(section.tool or "", options.torch.discrete)
-
-
-def _role_request(config: RunConfig, run_dir: Path, name: str, section: ProfilerConfig) -> RoleRequest:
-    assert section.tool is not None
-    folder = _save_folder(section.save_path, run_dir)
-    return RoleRequest(section.tool, folder, _is_discrete(section), _windows(name, section), section.tool_config)
+def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], rank: int) -> dict[str, RoleRequest]:
+    """Return what is captured of each of a process's roles; roles of which nothing is are left out."""
+    requests = {}
+    for name in roles:
+        section = config.profilers[name]
+        selected = section.enable and (section.all_ranks or rank in section.ranks)
+        windows = _windows(name, section)
+        # A schedule without a stage of this role, as one that follows the actor may have, captures nothing of it.
+        if selected and section.tool is not None and (windows or section.discrete or not section.captures_stages):
+            folder = _save_folder(section.save_path, run_dir)
+            requests[name] = RoleRequest(section.tool, folder, section.discrete, windows, section.tool_config)
+    return requests
 
 
 def _windows(role: str, section: ProfilerConfig) -> dict[Stage, Window]:
     """Return the stages of a role that are sampled, with their windows."""
     schedule, torch = section.schedule, section.tool_config.torch
-    if section.tool == "torch" and (torch.step_start, torch.step_end) != (0, None) and role in ("actor", "critic"):
+    if section.has_torch_window and role in ("actor", "critic"):
         active = None if torch.step_end is None else torch.step_end - torch.step_start
         update = Stage.ACTOR_UPDATE if role == "actor" else Stage.CRITIC_UPDATE
         return {update: Window(Unit.MINI_BATCH, skip_first=torch.step_start, active=active)}
@@ -146,7 +127,7 @@ def check_tools(config: RunConfig) -> RunConfig:
     if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
         return config
     device = devices.choose_device(config.trainer.device).type
-    for name, section in role_settings(config).items():
+    for name, section in config.profilers.items():
         if not section.enable or section.tool is None:
             continue
         request = ProcessRequest(
@@ -158,28 +139,16 @@ def check_tools(config: RunConfig) -> RunConfig:
             if profiler.strict:
                 raise
             notice(f"NO PROFILING of {name} with {section.tool}: {error} The run goes on without it.", style="bold red")
-            config = _without(config, name)
+            config = _without(config, f"{PROFILED_SECTIONS[name]}.profiler")
     return config
 
 
-def _without(config: RunConfig, role: str) -> RunConfig:
-    """Return the config with a role's profiling switched off."""
-    replace, policy = dataclasses.replace, config.actor_rollout_ref
-    match role:
-        case "critic":
-            critic = config.critic
-            return replace(config, critic=replace(critic, profiler=replace(critic.profiler, enable=False)))
-        case "reward_model":
-            reward = config.reward_model
-            return replace(config, reward_model=replace(reward, profiler=replace(reward.profiler, enable=False)))
-        case "actor":
-            policy = replace(policy, actor=replace(policy.actor, profiler=replace(policy.actor.profiler, enable=False)))
-        case "rollout":
-            section = replace(policy.rollout.profiler, enable=False)
-            policy = replace(policy, rollout=replace(policy.rollout, profiler=section))
-        case "ref":
-            policy = replace(policy, ref=replace(policy.ref, profiler=replace(policy.ref.profiler, enable=False)))
-    return replace(config, actor_rollout_ref=policy)
+def _without(section: Any, path: str) -> Any:
+    """Return a section with profiling switched off for the role whose settings are at `path` below it."""
+    name, _, rest = path.partition(".")
+    if not name:
+        return dataclasses.replace(section, enable=False)
+    return dataclasses.replace(section, **{name: _without(vars(section)[name], rest)})
 
 
 class Ranks(Protocol):
@@ -308,7 +277,7 @@ def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) ->
     kept = [file for file in files if file.bytes is None or (folder / file.path).exists()]
     complete = set(requested) <= set(steps) and not failures and all(file.bytes is not None for file in kept)
     request: dict[str, object] = {"global_profiler": dataclasses.asdict(config.global_profiler)}
-    request |= {name: dataclasses.asdict(section) for name, section in role_settings(config).items() if section.enable}
+    request |= {name: dataclasses.asdict(section) for name, section in config.profilers.items() if section.enable}
     return Manifest(request, requested, steps, kept, failures, complete)
 
 
