@@ -1,0 +1,97 @@
+"""What the reward calls of a run look like: how long one takes, how many run at once, and how much of a step they are.
+
+Pure functions over the controller's spans.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from pellucid.profiler.report.steps import ChosenSteps
+from pellucid.profiler.report.timeline import Process, Span
+from pellucid.stages import Stage
+
+CALL = "reward_call"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardStats:
+    """Reward calls of the steps that are looked at."""
+
+    num_calls: int
+    num_failed: int
+    calls_a_step: float
+    median_s: float
+    p99_s: float
+    longest_s: float
+    longest_uid: str
+    """Sample whose call took longest."""
+    at_once: float
+    """Calls that run at the same time, on average over the time in which any does."""
+    most_at_once: int
+    covered_share: float
+    """Of the reward stage's time: some call runs."""
+    stage_s: float
+    """The reward stage, mean per step."""
+    step_share: float
+    """The reward stage's part of a step."""
+
+
+def reward_stats(controller: Process, chosen: ChosenSteps) -> RewardStats | None:
+    """Return the figures of the reward calls; None where the steps have none."""
+    calls: list[Span] = []
+    covered_us = total_us = stage_us = 0.0
+    most = 0
+    for step in chosen.steps:
+        stages = step.stages.get(Stage.REWARD, [])
+        stage_us += sum(span.dur_us for span in stages)
+        by_stage: dict[int, list[Span]] = defaultdict(list)
+        for span in controller.steps[step.step]:
+            if span.name == CALL:
+                inside = next((index for index, stage in enumerate(stages) if _overlap(stage, span)), None)
+                if inside is not None:
+                    by_stage[inside].append(span)
+        for mine in by_stage.values():
+            calls += mine
+            union_us, at_once = _concurrency(mine)
+            covered_us += union_us
+            total_us += sum(span.dur_us for span in mine)
+            most = max(most, at_once)
+    if not calls:
+        return None
+    durations = sorted(span.dur_us / 1e6 for span in calls)
+    longest = max(calls, key=lambda span: span.dur_us)
+    return RewardStats(
+        num_calls=len(calls),
+        num_failed=sum(span.args.get("ok") is False for span in calls),
+        calls_a_step=len(calls) / len(chosen.steps),
+        median_s=_quantile(durations, 0.5),
+        p99_s=_quantile(durations, 0.99),
+        longest_s=longest.dur_us / 1e6,
+        longest_uid=str(longest.args.get("uid", "")),
+        at_once=total_us / covered_us if covered_us else 1.0,
+        most_at_once=most,
+        covered_share=min(1.0, covered_us / stage_us) if stage_us else 0.0,
+        stage_s=stage_us / 1e6 / len(chosen.steps),
+        step_share=stage_us / 1e6 / chosen.wall_s,
+    )
+
+
+def _overlap(stage: Span, call: Span) -> bool:
+    return call.start_us < stage.end_us and stage.start_us < call.end_us
+
+
+def _concurrency(calls: list[Span]) -> tuple[float, int]:
+    """Return the microseconds in which any call runs, and the most that run at once."""
+    edges = sorted(edge for call in calls for edge in ((call.start_us, 1), (call.end_us, -1)))
+    running, most, union_us, at = 0, 0, 0.0, edges[0][0]
+    for time_us, change in edges:
+        union_us += time_us - at if running else 0.0
+        running += change
+        most, at = max(most, running), time_us
+    return union_us, most
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Return the smallest value that at least `share` of all do not exceed."""
+    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
