@@ -1,0 +1,180 @@
+"""`pellucid profile report|merge|diff|analyse`: what a run's timeline and captures say, without starting anything.
+
+Reads run directories. Torch is imported by `analyse` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pellucid.console import console, progress
+from pellucid.errors import UserError
+from pellucid.rundir import RunDir, atomic_write
+
+if TYPE_CHECKING:
+    from pellucid.profiler.report import Report
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="See where a run's time went, and what to do about it.\n\n"
+    "Every run has a timeline; start with: [bold]pellucid profile report outputs/pellucid/demo[/bold]",
+)
+
+Run = Annotated[Path, typer.Argument(help="The run's folder, e.g. outputs/<project>/<experiment>.")]
+
+
+@app.command()
+def report(
+    run: Run,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="Look at this step alone.")] = None,
+    last: Annotated[int, typer.Option("--last", min=1, help="Otherwise at this many steps, the last ones.")] = 200,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Where the page goes; the default is profile/report.html in the run.")
+    ] = None,
+) -> None:
+    """Name a run's bottleneck, with the figures behind it; as text and as a page. It may be running still.
+
+    [bold]pellucid profile report outputs/pellucid/demo --step 7[/bold]
+    """
+    from pellucid.profiler.report.html import report_page
+    from pellucid.profiler.report.text import report_renderables
+
+    directory = RunDir.open(run)
+    result = _report(directory, step, last)
+    for part in report_renderables(result):
+        console.print(part)
+    page = html or directory.path / "profile" / "report.html"
+    _write(page, report_page(result), "--html")
+
+
+@app.command()
+def merge(
+    run: Run,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where the trace goes, .json.gz or .json; the default is timeline/merged.json.gz in the run."),
+    ] = None,
+    operators: Annotated[
+        bool, typer.Option("--operators/--no-operators", help="With the operators that the torch tool captured.")
+    ] = True,
+) -> None:
+    """Write one trace of all processes, for ui.perfetto.dev: stages, micro-batches, reward calls, and operators where captured.
+
+    [bold]pellucid profile merge outputs/pellucid/demo[/bold]
+    """
+    from pellucid.profiler.report.build import profile_folder, read_manifest, torch_files
+    from pellucid.profiler.report.merge import merge as merge_traces
+    from pellucid.profiler.report.timeline import MERGED, timeline_files
+
+    directory = RunDir.open(run)
+    path = out or directory.timeline / MERGED
+    if path.suffix not in (".gz", ".json"):
+        raise UserError("--out", f"'{path}' is no name of a trace.", "Let it end in .json.gz or .json.")
+    folder = profile_folder(directory.path)
+    captures = torch_files(read_manifest(folder), folder) if operators else []
+    size = sum(file.stat().st_size for file in [*timeline_files(directory.timeline), *(folder / file.path for file in captures)])
+    with _reading("merging", size) as advance:
+        done = merge_traces(directory.timeline, path, captures, folder, advance)
+    for note in done.notes:
+        console.print(note, style="yellow", markup=False)
+    console.print(
+        f"{done.path}: {done.num_processes} processes, {done.num_spans:,} spans, {done.num_operators:,} events of "
+        f"{done.num_captures} captures, {path.stat().st_size / 2**20:.1f} MiB\nOpen it at https://ui.perfetto.dev (nothing is uploaded).",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def diff(
+    run_a: Annotated[Path, typer.Argument(help="The run to compare with.")],
+    run_b: Annotated[Path, typer.Argument(help="The run that may be slower.")],
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page here too.")] = None,
+    fail_above: Annotated[
+        float | None,
+        typer.Option(
+            "--fail-above", min=1.0, help="Exit with status 1 if the step, or a stage that matters, is more than so many times slower."
+        ),
+    ] = None,
+) -> None:
+    """Show what got slower from run A to run B: stage by stage, and operator by operator where both were captured.
+
+    [bold]pellucid profile diff outputs/pellucid/before outputs/pellucid/after --fail-above 1.10[/bold]
+    """
+    from pellucid.profiler.report.compare import compare
+    from pellucid.profiler.report.html import comparison_page
+    from pellucid.profiler.report.text import comparison_renderables
+
+    comparison = compare(*(_report(RunDir.open(run), None, 200) for run in (run_a, run_b)))
+    for part in comparison_renderables(comparison):
+        console.print(part)
+    if html is not None:
+        _write(html, comparison_page(comparison), "--html")
+    if fail_above is not None and (failures := comparison.failures(fail_above)):
+        names = ", ".join(f"{row.name} {row.ratio:.2f}×" for row in failures)
+        console.print(f"slower than {fail_above:g}×: {names}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
+@app.command()
+def analyse(
+    run: Annotated[Path, typer.Argument(help="A run, or a folder of captures.")],
+    again: Annotated[bool, typer.Option("--again", help="Also what is analysed already.")] = False,
+) -> None:
+    """Parse what the npu tool collected with analysis: false. No NPU is needed, but torch_npu and CANN are.
+
+    [bold]pellucid profile analyse outputs/pellucid/demo[/bold]
+    """
+    from pellucid.profiler.report.build import profile_folder, read_manifest
+    from pellucid.profiler.tools.npu import SUFFIX, Analysis
+    from pellucid.profiler.tools.npu import analyse as analyse_folder
+
+    if not run.is_dir():
+        raise UserError("RUN", f"the folder '{run}' does not exist.", "Give a run, or a folder of captures.")
+    folder = profile_folder(run)
+    files = [folder / file.path for file in read_manifest(folder).files if file.tool == "npu"]
+    named = {parent for file in files for parent in file.parents if parent.name.endswith(SUFFIX)}
+    result = Analysis()
+    for capture in sorted(named) or [run]:
+        done = analyse_folder(capture, again=again)
+        result.parsed += done.parsed
+        result.already += done.already
+        result.failed += done.failed
+    for said, paths in (("analysed", result.parsed), ("analysed before", result.already), ("failed", result.failed)):
+        for path in paths:
+            console.print(f"{said}: {path}", style="red" if said == "failed" else "", markup=False, soft_wrap=True)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+def _report(directory: RunDir, step: int | None, last: int) -> Report:
+    from pellucid.profiler.report.build import build_report, report_bytes
+
+    with _reading(f"reading {directory.path.name}", report_bytes(directory, step)) as advance:
+        return build_report(directory, step=step, last_steps=last, on_read=advance)
+
+
+@contextlib.contextmanager
+def _reading(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar of the kibibytes that are read."""
+    with progress(transient=True) as bar:
+        task = bar.add_task(what, total=max(1, num_bytes // 1024), info="KiB")
+        yield lambda done: bar.advance(task, done / 1024)
+
+
+def _write(path: Path, page: str, option: str) -> None:
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        atomic_write(path, page)
+    except (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError) as error:
+        raise UserError(option, f"'{path}' cannot be written ({error.strerror}).", "Name a file in a folder of yours.") from error
+    console.print(f"page: {path}", markup=False, soft_wrap=True)
