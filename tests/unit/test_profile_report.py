@@ -1,0 +1,567 @@
+"""`pellucid profile`: planted bottlenecks are named, a healthy run is not accused, traces of all processes merge, runs compare."""
+
+import gzip
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from timelines import EPOCH_US, Plan, Writer, make_run, write_run, write_step
+from typer.testing import CliRunner
+
+from pellucid.cli.main import app
+from pellucid.errors import UserError
+from pellucid.profiler.manifest import Manifest, ProfileFile
+from pellucid.profiler.report import build_report
+from pellucid.profiler.report.compare import compare
+from pellucid.profiler.report.html import comparison_page, report_page
+from pellucid.profiler.report.merge import merge
+from pellucid.profiler.report.operators import capture_stats, clip, union
+from pellucid.profiler.report.ranks import Kind
+from pellucid.profiler.report.timeline import read_timeline
+from pellucid.profiler.report.trace import TraceError, TraceFile
+from pellucid.rundir import RunDir
+
+HEALTHY = Plan()
+
+
+def report_of(run: Path, **options):
+    return build_report(RunDir.open(run), **options)
+
+
+def findings_of(run: Path) -> list:
+    return list(report_of(run).verdict.findings)
+
+
+# The verdict
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_healthy_run_is_not_accused(tmp_path, num_ranks):
+    report = report_of(write_run(tmp_path / "run", [HEALTHY] * 8, num_ranks=num_ranks))
+    assert not report.verdict.findings
+    assert "Nothing stands out" in report.verdict.headline and "rollout_generate" in report.verdict.headline
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_slow_reward_function_is_named(tmp_path, num_ranks):
+    slow = replace(HEALTHY, reward_s=4.02, reward_call_s=0.5)
+    [finding] = findings_of(write_run(tmp_path / "run", [slow] * 5, num_ranks=num_ranks))
+    assert finding.kind == "slow_reward" and finding.stage == "reward"
+    assert "8 calls of 500 ms" in finding.sentence and "one after the other" in finding.sentence
+    assert finding.lost_s == pytest.approx(4.02, abs=0.01) and "reward_num_workers" in finding.remedy
+
+
+def test_parallel_reward_calls_are_counted(tmp_path):
+    plan = replace(HEALTHY, reward_s=1.02, reward_call_s=0.5, reward_at_once=4)
+    report = report_of(write_run(tmp_path / "run", [plan] * 4))
+    assert report.rewards is not None
+    assert report.rewards.at_once == pytest.approx(4.0, rel=0.01) and report.rewards.most_at_once == 4
+    assert report.rewards.p99_s == pytest.approx(0.5)
+    assert "4.0 at once" in report.verdict.headline
+
+
+def test_a_reward_stage_without_running_calls_is_not_the_functions_fault(tmp_path):
+    plan = replace(HEALTHY, reward_s=2.0, reward_call_s=0.001)
+    [finding] = findings_of(write_run(tmp_path / "run", [plan] * 4))
+    assert finding.kind == "slow_reward" and "is not the reward function" in finding.sentence
+
+
+def test_a_rank_with_more_tokens_is_named(tmp_path):
+    uneven = replace(HEALTHY, work_s=(0.1, 0.2), tokens=(1000, 2000))
+    [finding] = findings_of(write_run(tmp_path / "run", [uneven] * 6))
+    assert (finding.kind, finding.where, finding.stage) == ("imbalance", "policy rank 1", "actor_update")
+    assert "2,000 tokens against 1,000" in finding.sentence and "balance_batch" in finding.remedy
+    # 0.4 s of work against 0.2 s: with 0.3 s each, a tenth of a second is saved.
+    assert finding.lost_s == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_rank_that_is_slow_with_as_many_tokens_is_named(tmp_path):
+    [finding] = findings_of(write_run(tmp_path / "run", [replace(HEALTHY, work_s=(0.25, 0.1))] * 6))
+    assert (finding.kind, finding.where) == ("imbalance", "policy rank 0") and "as many tokens" in finding.sentence
+
+
+def test_where_devices_work_tokens_tell_the_imbalance(tmp_path):
+    # A process that waits for a GPU polls it: its processor time says nothing.
+    run = write_run(tmp_path / "run", [replace(HEALTHY, work_s=(0.2, 0.2), tokens=(3000, 1000))] * 6)
+    assert not findings_of(run)
+    (run / "run.json").write_text(json.dumps({"starts": [{"device": "cuda, 2 ranks"}]}))
+    [finding] = findings_of(run)
+    assert (finding.kind, finding.where) == ("imbalance", "policy rank 0") and "gets 3,000 tokens" in finding.sentence
+
+
+def test_a_rank_that_sleeps_between_its_units_is_named(tmp_path):
+    run = write_run(tmp_path / "run", [replace(HEALTHY, sleep_in_gap_s=0.3)] * 6)
+    [finding] = findings_of(run)
+    assert (finding.kind, finding.where, finding.stage) == ("stall", "policy rank 1", "actor_update")
+    assert finding.lost_s == pytest.approx(0.3, rel=0.05)
+    [stall] = [stall for stall in report_of(run).stalls if stall.lost_s > 0.1]
+    assert stall.where is Kind.BETWEEN and stall.is_known
+    leg = next(leg for leg in report_of(run).path if leg.stage == "actor_update")
+    assert leg.process == "policy rank 1", "the critical path goes through the rank that sleeps"
+
+
+def test_a_sleep_within_a_unit_of_several_ranks_leaves_open_whose(tmp_path):
+    [finding] = findings_of(write_run(tmp_path / "run", [replace(HEALTHY, sleep_in_unit_s=0.2)] * 6))
+    assert finding.kind == "stall" and finding.where == "policy rank 0 and policy rank 1"
+    assert "do not say which" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("plan", "stage", "words"),
+    [
+        (replace(HEALTHY, sleep_in_unit_s=0.2), "actor_update", "in its micro-batches"),
+        (replace(HEALTHY, sleep_in_gap_s=0.3), "actor_update", "between its units"),
+        (replace(HEALTHY, sleep_in_rollout_s=0.4), "rollout_generate", "no units"),
+    ],
+)
+def test_a_stall_of_one_process_is_placed(tmp_path, plan, stage, words):
+    findings = findings_of(write_run(tmp_path / "run", [plan] * 6, num_ranks=0))
+    assert findings[0].kind == "stall" and findings[0].stage == stage and words in findings[0].sentence
+    assert findings[0].where == "controller"
+
+
+def test_a_stall_of_one_step_is_found_and_said_once(tmp_path):
+    plans = [HEALTHY] * 8
+    plans[4] = replace(HEALTHY, sleep_in_gap_s=2.0)
+    [finding] = findings_of(write_run(tmp_path / "run", plans))
+    assert finding.kind == "stall" and "in 1 of 7 steps" in finding.sentence and "step 5" in finding.sentence
+
+
+def test_a_process_that_waits_for_a_core_does_not_stand_still(tmp_path):
+    timeline = make_run(tmp_path / "run")
+    controller = Writer(timeline, "controller", "controller", 1)
+    for step in range(1, 6):
+        # Half of each second it has work and gets no core.
+        controller.span("actor_update", step, 0.9, cpu_s=0.4, step=step, queued_s=0.5)
+        controller.span("step", step, 0.95, cpu_s=0.45, step=step, queued_s=0.5)
+    controller.write()
+    [finding] = findings_of(tmp_path / "run")
+    assert finding.kind == "crowded" and finding.lost_s == pytest.approx(0.5)
+
+
+def test_a_slow_step_without_a_reason_is_a_spike(tmp_path):
+    plans = [HEALTHY] * 8
+    plans[4] = replace(HEALTHY, rollout_s=3.0)
+    [finding] = findings_of(write_run(tmp_path / "run", plans))
+    assert finding.kind == "spike" and finding.stage == "rollout_generate" and "step 5" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [(replace(HEALTHY, sync_s=0.3), "weight_sync"), (replace(HEALTHY, outside_s=0.3), "outside_stages")],
+)
+def test_what_is_no_work_on_the_model_is_named_when_it_is_much(tmp_path, plan, kind):
+    [finding] = findings_of(write_run(tmp_path / "run", [plan] * 6))
+    assert finding.kind == kind
+
+
+def test_validation_that_comes_too_often_is_named(tmp_path):
+    [finding] = findings_of(write_run(tmp_path / "often", [HEALTHY] * 6, validate_every=1))
+    assert finding.kind == "between_steps" and "trainer.test_freq" in finding.remedy
+    assert not findings_of(write_run(tmp_path / "once", [HEALTHY] * 6, validate_every=6)), "the last one is asked for by no frequency"
+
+
+def test_without_processor_time_nobody_is_accused_of_standing_still(tmp_path):
+    plan = replace(HEALTHY, with_cpu=False, sleep_in_unit_s=0.3)
+    report = report_of(write_run(tmp_path / "run", [plan] * 5))
+    assert not report.verdict.findings and any("not recorded" in note for note in report.notes)
+
+
+# The figures
+
+
+def test_stage_times_are_means_without_the_warm_up(tmp_path):
+    report = report_of(write_run(tmp_path / "run", [HEALTHY] * 6))
+    assert report.chosen.numbers == (2, 3, 4, 5, 6) and report.chosen.left_out == {1: "first after a start: warm-up"}
+    by_name = {stage.stage: stage for stage in report.stages}
+    assert sum(stage.share for stage in report.stages) == pytest.approx(1.0)
+    assert by_name["weight_sync"].mean_s == pytest.approx(0.01)
+    assert by_name["rollout_generate"].slowest == (2, pytest.approx(0.2575)), by_name["rollout_generate"].seconds
+
+
+def test_one_step_can_be_looked_at(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 5)
+    report = report_of(run, step=1)
+    assert report.chosen.numbers == (1,) and report.path_step.step == 1
+    with pytest.raises(UserError, match="Finished steps: 1 to 5"):
+        report_of(run, step=9)
+
+
+def test_of_a_long_run_the_last_steps_are_read(tmp_path):
+    report = report_of(write_run(tmp_path / "run", [HEALTHY] * 12), last_steps=4)
+    assert report.chosen.numbers[-1] == 12 and len(report.chosen.numbers) <= 5
+
+
+def test_the_split_of_a_process_adds_up_to_the_stage(tmp_path):
+    report = report_of(write_run(tmp_path / "run", [replace(HEALTHY, sleep_in_gap_s=0.3)] * 5))
+    stage = next(stage for stage in report.stages if stage.stage == "actor_update")
+    shares = {share.process: share for share in report.shares if share.stage == "actor_update"}
+    for share in shares.values():
+        parts = share.busy_s + share.queued_s + share.waiting_s + share.idle_s + share.absent_s
+        assert parts == pytest.approx(stage.mean_s, rel=1e-4)
+    assert shares["policy rank 1"].idle_s == pytest.approx(0.3, abs=0.01) and shares["policy rank 1"].waiting_s < 0.01
+    assert shares["policy rank 0"].waiting_s == pytest.approx(0.3, abs=0.01) and shares["policy rank 0"].num_units == 2
+
+
+def test_captured_steps_do_not_count_where_others_are_left(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 6)
+    manifest = Manifest(profiled=[3])
+    (run / "profile").mkdir()
+    manifest.write(run / "profile")
+    assert 3 not in report_of(run).chosen.numbers
+    assert report_of(run, step=3).chosen.numbers == (3,)
+
+
+# Files as they are found
+
+
+def test_a_step_that_was_run_twice_counts_once(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 4, num_ranks=0)
+    again = Writer(run / "timeline", "controller", "controller", 900)
+    write_step(again, [], 4, 100.0, replace(HEALTHY, rollout_s=0.5))
+    write_step(again, [], 5, 110.0, HEALTHY)
+    again.write()
+    times = {step.step: step.stage_s("rollout_generate") for step in report_of(run).chosen.steps}
+    assert 4 not in times, "it is the first after a start now"
+    controller = read_timeline(run / "timeline").controller
+    assert {span.pid for span in controller.steps[4]} == {900} and {span.pid for span in controller.steps[3]} == {100}
+
+
+def test_half_a_line_costs_no_more_than_itself(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 4, num_ranks=0)
+    path = run / "timeline" / "controller.json"
+    whole = path.read_text()
+    path.write_text(whole[: whole.rindex('"dur"')])
+    report = report_of(run)
+    assert report.chosen.unfinished == [4] and any("not whole" in note for note in report.notes)
+    assert any("Not finished: step 4" in note for note in report.notes)
+
+
+def test_a_run_without_a_timeline_or_a_finished_step_is_said(tmp_path):
+    timeline = make_run(tmp_path / "run")
+    with pytest.raises(UserError, match="no timeline of the controller"):
+        report_of(tmp_path / "run")
+    controller = Writer(timeline, "controller", "controller", 1)
+    controller.span("validate", 0, 1, cpu_s=1, step=0)
+    controller.write()
+    with pytest.raises(UserError, match="no finished step"):
+        report_of(tmp_path / "run")
+
+
+def test_a_timeline_of_stages_alone_is_enough(tmp_path):
+    timeline = make_run(tmp_path / "run")
+    timeline.mkdir()
+    events = [("rollout_generate", 0, 700), ("actor_update", 700, 300), ("step", 0, 1000)]
+    same = {"ph": "X", "pid": 5, "tid": 0, "args": {"step": 1}}
+    lines = [json.dumps({"name": name, "ts": EPOCH_US + at, "dur": dur} | same) for name, at, dur in events]
+    (timeline / "controller.json").write_text("[\n" + ",\n".join(lines) + ",\n")
+    report = report_of(tmp_path / "run")
+    assert "rollout_generate" in report.verdict.headline and "70%" in report.verdict.headline
+
+
+# Captures
+
+
+def operator(name, ts, dur, tid=7, cat="cpu_op", **more):
+    return {"name": name, "ph": "X", "ts": ts, "dur": dur, "pid": 101, "tid": tid, "cat": cat, "args": {}} | more
+
+
+def write_trace(path: Path, events: list, base_us: float = EPOCH_US) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"schemaVersion": 1, "distributedInfo": {"rank": 1, "world_size": 2}, "baseTimeNanoseconds": round(base_us * 1e3)}
+    text = json.dumps(head | {"traceEvents": events, "traceName": "trace.json"}, indent=1)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def captured_file(path: str, rank: int = 1, **more) -> ProfileFile:
+    values = {"bytes": 1, "tool": "torch", "role": "actor", "stage": "actor_update", "step": 2, "rank": rank, "num_ranks": 2,
+              "pid": 100 + rank, "process": f"policy_rank_{rank}"}  # fmt: skip
+    return ProfileFile(path=path, **values | more)
+
+
+STAGE = operator("actor_update", 0, 10_000, cat="user_annotation")
+CPU_EVENTS = [
+    STAGE,
+    operator("aten::linear", 1000, 3000),
+    operator("aten::addmm", 1500, 2000),
+    operator("c10d::_allgather_base_", 4000, 100),
+    operator("gloo:all_gather", 3800, 2000, tid=8, cat="user_annotation"),
+    {"name": "[memory]", "ph": "i", "ts": 1200, "pid": 101, "tid": 7, "args": {"Bytes": 4096, "Total Allocated": 4096}},
+    {"name": "[memory]", "ph": "i", "ts": 1300, "pid": 101, "tid": 7, "args": {"Bytes": -4096, "Total Allocated": 0}},
+]
+
+
+def test_a_trace_gives_operators_communication_gaps_and_memory(tmp_path):
+    trace = TraceFile.open(write_trace(tmp_path / "trace.json.gz", CPU_EVENTS))
+    assert trace.base_us == EPOCH_US and trace.distributed["rank"] == 1
+    stats = capture_stats(captured_file("trace.json.gz"), trace)
+    times = {row.name: round(row.self_s * 1e6) for row in stats.operators}
+    assert times["aten::linear"] == 1000 and times["aten::addmm"] == 2000
+    figures = (stats.wall_s, stats.compute_s, stats.communication_s, stats.exposed_s, stats.host_s, stats.longest_gap_s)
+    # Compute 1000 to 4000, communication 3800 to 5800: 200 of it beside compute. Nothing from 5800 to the end.
+    assert [round(value * 1e6) for value in figures] == [10_000, 3000, 2000, 1800, 5200, 4200]
+    assert round(stats.longest_gap_at_s * 1e6) == 5800 and stats.peak_bytes == 4096
+
+
+def test_a_trace_is_read_across_its_chunks_and_a_torn_one_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("pellucid.profiler.report.trace._CHUNK_CHARS", 37)
+    path = write_trace(tmp_path / "trace.json", CPU_EVENTS)
+    assert list(TraceFile.open(path).events()) == CPU_EVENTS
+    path.write_text(path.read_text()[:-200])
+    with pytest.raises(TraceError, match="ends in the middle"):
+        list(TraceFile.open(path).events())
+    torn = tmp_path / "torn.json.gz"
+    torn.write_bytes(write_trace(tmp_path / "whole.json.gz", CPU_EVENTS).read_bytes()[:-30])
+    with pytest.raises(TraceError, match="torn"):
+        list(TraceFile.open(torn).events())
+    with pytest.raises(TraceError, match="no trace events"):
+        TraceFile.open(write_nothing(tmp_path / "nothing.json"))
+
+
+def write_nothing(path: Path) -> Path:
+    path.write_text("{}")
+    return path
+
+
+def test_intervals():
+    assert union([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
+    assert clip([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
+
+
+def with_captures(run: Path, **events_of_rank) -> Path:
+    files = []
+    for name, events in events_of_rank.items():
+        rank = int(name.removeprefix("rank"))
+        write_trace(run / "profile" / f"{name}.json.gz", events)
+        files.append(captured_file(f"{name}.json.gz", rank))
+    Manifest(files=files, profiled=[2]).write(run / "profile")
+    return run
+
+
+def test_a_host_that_sleeps_shows_in_its_capture(tmp_path):
+    run = with_captures(write_run(tmp_path / "run", [HEALTHY] * 5), rank1=CPU_EVENTS)
+    [finding] = findings_of(run)
+    assert finding.kind == "host" and finding.where == "policy rank 1" and "4.2 ms" in finding.sentence
+
+
+def test_communication_is_blamed_only_where_every_rank_waits_in_it(tmp_path):
+    waits = [STAGE, operator("aten::mm", 0, 1000), operator("gloo:all_reduce", 1000, 9000, tid=8, cat="user_annotation")]
+    works = [STAGE, operator("aten::mm", 0, 9000), operator("gloo:all_reduce", 9000, 1000, tid=8, cat="user_annotation")]
+    assert not findings_of(with_captures(write_run(tmp_path / "one", [HEALTHY] * 5), rank0=waits, rank1=works))
+    [finding] = findings_of(with_captures(write_run(tmp_path / "all", [HEALTHY] * 5), rank0=waits, rank1=waits))
+    assert finding.kind == "communication" and "90%" in finding.sentence
+
+
+def gpu_events() -> list:
+    events = [operator("actor_update", 1000, 10_000, cat="user_annotation")]
+    for number in range(20):
+        at, link = 1000 + 450 * number, {"correlation": number + 1, "External id": number}
+        events += [
+            operator("aten::mm", at + 10, 40, args={"External id": number}),
+            operator("cudaLaunchKernel", at + 20, 10, cat="cuda_runtime", args=link | {"cbid": 211}),
+            operator("gemm", at + 60, 200, tid=7, cat="kernel", pid=0, args=link | {"device": 0, "stream": 7}),
+        ]
+    return events
+
+
+def test_kernels_are_read_by_holistic_trace_analysis(tmp_path):
+    pytest.importorskip("hta")
+    report = report_of(with_captures(write_run(tmp_path / "run", [HEALTHY] * 5), rank1=gpu_events()))
+    [device] = report.devices
+    # 20 kernels of 200 µs, one every 450 µs.
+    assert device.idle_share == pytest.approx(1 - 20 * 200 / (19 * 450 + 200), abs=0.01) and device.process == "policy rank 1"
+    assert report.kernels[0].name == "gemm" and report.kernels[0].total_s == pytest.approx(0.004)
+    assert [finding.kind for finding in report.verdict.findings] == ["device_idle"]
+
+
+def test_without_holistic_trace_analysis_the_report_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
+    report = report_of(with_captures(write_run(tmp_path / "run", [HEALTHY] * 5), rank1=gpu_events()))
+    assert any("pellucid[profile]" in note for note in report.notes) and report.captures[0].kernel_s == pytest.approx(0.004)
+
+
+def test_a_torn_capture_and_a_damaged_manifest_are_said(tmp_path):
+    run = with_captures(write_run(tmp_path / "run", [HEALTHY] * 5), rank1=CPU_EVENTS)
+    path = run / "profile" / "rank1.json.gz"
+    path.write_bytes(path.read_bytes()[:-30])
+    assert any("was left out" in note for note in report_of(run).notes)
+    (run / "profile" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="no manifest"):
+        report_of(run)
+
+
+# The merged trace
+
+
+def merged_events(run: Path, **options) -> tuple[list, dict]:
+    out = run / "timeline" / "merged.json.gz"
+    files = Manifest.read(run / "profile").files
+    merge(run / "timeline", out, files, run / "profile", **options)
+    trace = json.loads(gzip.decompress(out.read_bytes()))
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    return trace["traceEvents"], names
+
+
+def test_merging_puts_every_process_on_the_controllers_clock(tmp_path):
+    behind_us = 2_500_000.0  # rank 1 is on a machine whose clock is 2.5 s behind
+    events, names = merged_events(write_run(tmp_path / "run", [HEALTHY] * 3, behind_us=behind_us))
+    assert list(names.values()) == ["controller on one", "policy rank 0 on one", "policy rank 1 on two"]
+    starts = {
+        names[event["pid"]]: event["ts"]
+        for event in events
+        if event["name"] == "actor_update" and event["ph"] == "X" and event["args"]["step"] == 2
+    }
+    begun = starts.pop("controller on one")
+    assert all(start - begun == pytest.approx(1000, abs=2) for start in starts.values())
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0
+
+
+def test_merged_processes_and_rows_are_apart(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 2)
+    # Two machines may give two processes the same id, and a resumed run has two processes in a file.
+    other = Writer(run / "timeline", "critic_rank_0", "critic rank 0", 100, host="three")
+    other.span("critic_update", 1.0, 0.1, cpu_s=0.1, step=1)
+    other.write()
+    again = Writer(run / "timeline", "controller", "controller", 900)
+    write_step(again, [], 3, 50.0, HEALTHY)
+    again.write()
+    events, names = merged_events(run)
+    assert sorted(names.values()) == [
+        "controller, start 1 on one", "controller, start 2 on one", "critic rank 0 on three", "policy rank 0 on one", "policy rank 1 on two"
+    ]  # fmt: skip
+    order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    assert names[min(order, key=lambda pid: order[pid])].startswith("controller")
+    rows = {(event["pid"], event["tid"]) for event in events}
+    assert len({row for _, row in rows}) == len(rows), "Perfetto takes rows of one number for one thread"
+    assert 0 not in {row for _, row in rows}
+
+
+def test_arrows_lead_from_the_controllers_stage_to_the_ranks(tmp_path):
+    events, names = merged_events(write_run(tmp_path / "run", [HEALTHY]))
+    ends = {event["id"]: (names[event["pid"]], event["ts"]) for event in events if event["ph"] == "f"}
+    begins = {event["id"]: (names[event["pid"]], event["ts"]) for event in events if event["ph"] == "s"}
+    assert len(ends) == 4 and ends.keys() == begins.keys()  # two stages on two ranks
+    assert all(begins[arrow][0] == "controller on one" and begins[arrow][1] <= ends[arrow][1] for arrow in ends)
+
+
+def test_captured_operators_are_merged_below_their_process(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 2, behind_us=1_000_000.0)
+    flow = [{"name": "fwdbwd", "cat": "fwdbwd", "ph": kind, "id": 1, "ts": 1600, "pid": 101, "tid": 7} for kind in "sf"]
+    events, names = merged_events(with_captures(run, rank0=[*CPU_EVENTS, *flow], rank1=[*CPU_EVENTS, *flow]))
+    found = {names[event["pid"]]: event for event in events if event["name"] == "aten::addmm"}
+    # The run's first span is at 1 s. Rank 1's clock is a second behind, and its trace starts at 1500 µs by that clock.
+    assert found["policy rank 1 on two"]["ts"] == pytest.approx(1500 + 1e6 - 1e6, abs=1)
+    assert found["policy rank 0 on one"]["ts"] == pytest.approx(1500 - 1e6, abs=1)
+    spans = {event["tid"] for event in events if event.get("cat") == "span"}
+    assert not spans & {event["tid"] for event in found.values()}
+    flows = [event for event in events if event.get("cat") == "fwdbwd"]
+    assert len({event["id"] for event in flows}) == 2 and all(isinstance(event["id"], int) for event in flows)
+    assert "[memory]" not in {event["name"] for event in events}
+
+
+def test_merging_goes_on_without_a_capture_that_is_torn_or_of_nobody(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 2)
+    write_trace(run / "profile" / "a.json.gz", CPU_EVENTS)
+    torn = run / "profile" / "b.json.gz"
+    torn.write_bytes((run / "profile" / "a.json.gz").read_bytes()[:-30])
+    files = [captured_file("a.json.gz", pid=77), captured_file("b.json.gz")]
+    done = merge(run / "timeline", run / "out.json", files, run / "profile")
+    assert len(done.notes) == 2 and done.num_captures == 0
+    assert json.loads((run / "out.json").read_text())["traceEvents"]
+
+
+# Two runs
+
+
+def test_what_got_slower_comes_first_and_noise_is_told_apart(tmp_path):
+    before = report_of(write_run(tmp_path / "before", [HEALTHY] * 8))
+    after = report_of(write_run(tmp_path / "after", [replace(HEALTHY, work_s=(0.15, 0.15))] * 8))
+    comparison = compare(before, after)
+    by_name = {row.name: row for row in comparison.stages}
+    assert comparison.headline.startswith("B is slower") and "actor_update" in comparison.headline
+    assert comparison.stages[1].name == "actor_update" and by_name["actor_update"].judgement == "slower"
+    assert by_name["actor_update"].ratio == pytest.approx(1.5, rel=0.03)
+    assert by_name["rollout_generate"].judgement == "within noise"
+    assert [row.name for row in comparison.failures(1.1)] == ["step", "actor_update"]
+    assert [row.name for row in comparison.failures(1.3)] == ["actor_update"] and not comparison.failures(2.0)
+    assert compare(after, before).headline.startswith("B is faster") and not compare(after, before).failures(1.01)
+    assert compare(before, before).headline.startswith("No clear difference")
+
+
+def test_a_comparison_of_few_steps_judges_nothing(tmp_path):
+    a = report_of(write_run(tmp_path / "a", [HEALTHY] * 2))
+    b = report_of(write_run(tmp_path / "b", [replace(HEALTHY, sync_s=1.0)] * 2))
+    assert compare(a, b).headline.startswith("Too few steps") and not compare(a, b).failures(1.1)
+
+
+def test_operators_of_the_same_stage_are_compared(tmp_path):
+    slower = [event | {"dur": 2500} if event["name"] == "aten::addmm" else event for event in CPU_EVENTS]
+    a = report_of(with_captures(write_run(tmp_path / "a", [HEALTHY] * 5), rank1=CPU_EVENTS))
+    b = report_of(with_captures(write_run(tmp_path / "b", [HEALTHY] * 5), rank1=slower))
+    rows = {(row.name, row.what): row for row in compare(a, b).operators}
+    changed = rows["aten::addmm", "actor_update"]
+    assert changed.lost_s == pytest.approx(0.0005) and changed.ratio == pytest.approx(1.25)
+    # Its caller has as much less to itself.
+    assert rows["aten::linear", "actor_update"].lost_s == pytest.approx(-0.0005)
+
+
+# The commands
+
+
+def command(*words) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["profile", *map(str, words)])
+    if isinstance(result.exception, UserError):
+        return 2, str(result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_the_report_command_prints_the_verdict_and_writes_a_page(tmp_path):
+    run = with_captures(write_run(tmp_path / "run", [replace(HEALTHY, reward_s=4.02, reward_call_s=0.5)] * 5), rank1=CPU_EVENTS)
+    status, output = command("report", run)
+    assert status == 0 and "The reward function is slow" in output and "Critical path" in output and "aten::addmm" in output
+    page = (run / "profile" / "report.html").read_text()
+    assert page.index("The reward function is slow") < page.index("Where a step") and "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_pages_say_what_the_reports_say_and_quote_names(tmp_path):
+    run = write_run(tmp_path / "a<b>", [HEALTHY] * 5)
+    report = report_of(run)
+    assert "a&lt;b&gt;" in report_page(report) and "a<b>" not in report_page(report)
+    assert report.verdict.headline in report_page(report)
+    assert "No clear difference" in comparison_page(compare(report, report))
+
+
+def test_the_merge_and_diff_commands(tmp_path):
+    a, b = write_run(tmp_path / "a", [HEALTHY] * 5), write_run(tmp_path / "b", [replace(HEALTHY, sync_s=0.5)] * 5)
+    status, output = command("merge", a)
+    assert status == 0 and "3 processes" in output and (a / "timeline" / "merged.json.gz").exists()
+    assert command("report", a)[0] == 0, "the merged trace is no part of the timeline"
+    status, output = command("diff", a, b, "--html", tmp_path / "diff.html")
+    assert status == 0 and "weight_sync lost most" in output and (tmp_path / "diff.html").exists()
+    assert command("diff", a, b, "--fail-above", "1.1")[0] == 1 and command("diff", b, a, "--fail-above", "1.1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["report", "nowhere"], "does not exist"),
+        (["merge", "run", "--out", "trace.txt"], "Let it end in .json.gz"),
+        (["report", "run", "--html", "."], "cannot be written"),
+        (["analyse", "nowhere"], "does not exist"),
+    ],
+)
+def test_mistakes_are_said(tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run", [HEALTHY] * 3)
+    status, output = command(*words)
+    assert status == 2 and says in output
+
+
+def test_help_teaches_by_example():
+    for name in ("report", "merge", "diff", "analyse"):
+        status, output = command(name, "--help")
+        assert status == 0 and f"pellucid profile {name} outputs/" in output
