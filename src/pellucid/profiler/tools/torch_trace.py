@@ -3,8 +3,10 @@
 A capture gives one `.json.gz`, for Perfetto, `pellucid profile report`, TensorBoard or HolisticTraceAnalysis.
 """
 
+import gzip
 import json
 import os
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -84,10 +86,14 @@ class TorchTool:
             return []
         profile.stop_trace()
         path = capture.folder / f"{capture.name}.json.gz"
-        partial = path.with_name(f"{path.name.removesuffix('.gz')}.partial.gz")
+        plain, partial = path.with_suffix(".partial"), path.with_suffix(".partial.gz")
         try:
-            profile.export_chrome_trace(str(partial))
+            profile.export_chrome_trace(str(plain))
+            # torch's own way to a .gz compresses as well as it can, which takes ten times as long for 30% less.
+            with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
+                shutil.copyfileobj(source, target, length=1024**2)
             partial.replace(path)
         finally:
+            plain.unlink(missing_ok=True)
             partial.unlink(missing_ok=True)
         return [path]

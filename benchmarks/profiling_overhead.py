@@ -1,0 +1,140 @@
+"""What profiling costs: a GRPO step of a real model bare, with the profiler off, with spans, with a window, and after one.
+
+A step samples, computes old and reference log-probs, and updates. Arms take turns within each round, so that a slow minute of the
+machine hits all alike; a ratio is the median over rounds of an arm's seconds over the bare engine's in the same round.
+Wall seconds, and processor seconds beside them, which other jobs on the machine disturb less.
+
+    python benchmarks/profiling_overhead.py
+"""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from common import Setup, parser, report
+from pellucid.profiler.probe import NO_PROBE
+from pellucid.profiler.process import ProcessProfiler
+from pellucid.profiler.request import ProcessRequest, RoleRequest
+from pellucid.profiler.spans import SpanRecorder
+from pellucid.profiler.window import Window
+from pellucid.rollout.protocol import SamplingParams
+from pellucid.stages import Stage, Unit
+from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.packing import TokenSequence
+from pellucid.training.protocol import TokenScores
+
+RESPONSE_TOKENS, SAMPLES = 32, 4
+STAGES = (Stage.ROLLOUT_GENERATE, Stage.ACTOR_COMPUTE_LOG_PROB, Stage.REF_COMPUTE_LOG_PROB, Stage.ACTOR_UPDATE)
+ROLES = {"rollout": STAGES[:1], "actor": (STAGES[1], STAGES[3]), "ref": STAGES[2:3]}
+
+
+def window_request(folder: Path) -> ProcessRequest:
+    """Return the request of one unit of every stage, in every step."""
+    unit = {stage: Unit.DECODE_STEP if stage is Stage.ROLLOUT_GENERATE else Unit.MICRO_BATCH for stage in STAGES}
+    roles = {
+        role: RoleRequest("torch", folder, windows={stage: Window(unit[stage], wait=1) for stage in stages})
+        for role, stages in ROLES.items()
+    }
+    return ProcessRequest("controller", "policy", 0, 1, frozenset(range(1, 1000)), roles, folder / ".journals")
+
+
+class Step:
+    """A step whose stages tell `profiler` what they do; None: nobody."""
+
+    def __init__(self, setup: Setup, num_prompts: int) -> None:
+        self._setup, self._prompts = setup, setup.prompts[:num_prompts]
+        self._rollout = setup.rollout_engine(num_prompts * SAMPLES)
+        self._number = 0
+
+    def run(self, profiler: ProcessProfiler | None) -> None:
+        self._number += 1
+        probe = NO_PROBE if profiler is None else profiler
+        self._setup.engine._probe = self._rollout._probe = probe
+        if profiler is None:
+            self._stages(None)
+            return
+        with profiler.step(self._number):
+            self._stages(profiler)
+
+    def _stages(self, profiler: ProcessProfiler | None) -> None:
+        engine, head = self._setup.engine, LogProbHead(1.0, with_entropy=True)
+
+        def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
+            assert scores.logp is not None
+            return -scores.logp.sum() / (len(sequences) * RESPONSE_TOKENS)
+
+        with _enter(profiler, Stage.ROLLOUT_GENERATE, self._number):
+            params = SamplingParams(n=SAMPLES, max_tokens=RESPONSE_TOKENS, ignore_eos=True)
+            rollouts = self._rollout.generate(self._prompts, params, stream=("rollout", 1))
+        sequences = [
+            TokenSequence(rollout.prompt.token_ids, rollout.token_ids, index // SAMPLES) for index, rollout in enumerate(rollouts)
+        ]
+        for stage in STAGES[1:3]:
+            with _enter(profiler, stage, self._number):
+                engine.forward(sequences, LogProbHead(1.0))
+        with _enter(profiler, Stage.ACTOR_UPDATE, self._number):
+            engine.train_mini_batch(sequences, head, loss)
+
+
+def _enter(profiler: ProcessProfiler | None, stage: Stage, step: int):
+    import contextlib
+
+    return contextlib.nullcontext() if profiler is None else profiler.stage(stage, step)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--prompts", type=int, default=8)
+    options.set_defaults(micro_tokens=512, repeats=5)
+    arguments = options.parse_args()
+    setup = Setup(arguments.model, arguments.micro_tokens)
+    step = Step(setup, arguments.prompts)
+    with tempfile.TemporaryDirectory() as name:
+        folder, said = Path(name), list[str]()
+        off = ProcessProfiler(SpanRecorder(), None, said.append)
+        spans = ProcessProfiler(SpanRecorder(folder / "timeline" / "controller.json"), None, said.append)
+        window = ProcessProfiler(SpanRecorder(folder / "timeline" / "other.json"), window_request(folder), said.append)
+        arms: dict[str, ProcessProfiler | None] = {
+            "bare": None,
+            "off": off,
+            "spans": spans,
+            "torch window": window,
+            "after a window": spans,
+            "bare again": None,
+        }
+        wall: dict[str, list[float]] = {arm: [] for arm in arms}
+        cpu: dict[str, list[float]] = {arm: [] for arm in arms}
+        step.run(None)
+        step.run(window)  # the first capture of a process loads the tool
+        for _ in range(arguments.repeats):
+            for arm, profiler in arms.items():
+                start, start_cpu = time.perf_counter(), time.process_time()
+                step.run(profiler)
+                wall[arm].append(time.perf_counter() - start)
+                cpu[arm].append(time.process_time() - start_cpu)
+        assert not said, said
+        size = sum(path.stat().st_size for path in folder.glob("*.json.gz"))
+        captures = len(list(folder.glob("*.json.gz")))
+    rows = []
+    for arm in arms:
+        ratios = [mine / bare for mine, bare in zip(wall[arm], wall["bare"])]
+        cpu_ratios = [mine / bare for mine, bare in zip(cpu[arm], cpu["bare"])]
+        rows.append(
+            {
+                "arm": arm,
+                "seconds": statistics.median(wall[arm]),
+                "wall_ratio": statistics.median(ratios),
+                "least": min(ratios),
+                "most": max(ratios),
+                "cpu_ratio": statistics.median(cpu_ratios),
+                "file_bytes": size / captures if arm == "torch window" else None,
+            }
+        )
+    report("profiling_overhead", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Profiling of real runs: what is captured is what was asked for, and nothing that goes wrong with it harms training."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from commands import wait_for
+from profiles import captured, manifest, ranges, trace
+
+from conftest import Workspace, metrics, untimed
+
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
+QUIET = ("data.val_files=null", "trainer.save_freq=-1", "trainer.val_before_train=false")
+ON = ("global_profiler.tool=torch", f"{ACTOR}.profiler.enable=true", f"{ACTOR}.profiler.all_ranks=true")
+SHORT = (*QUIET, *ON, "trainer.total_training_steps=2", "global_profiler.steps=[2]")
+DISCRETE = (f"{ACTOR}.profiler.tool_config.torch.discrete=true",)
+PPO = (
+    "algorithm.adv_estimator=gae",
+    f"{ACTOR}.use_kl_loss=true",
+    "critic.profiler.enable=true",
+    "critic.profiler.all_ranks=true",
+    "data.train_batch_size=8",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=64",
+)
+
+
+def test_end_to_end_captures_hold_every_stage_of_the_steps_asked_for(work: Workspace) -> None:
+    done = work.train(*QUIET, *ON, "trainer.total_training_steps=4", "global_profiler.steps=[1,2,4]")
+    content = manifest(work.run_dir)
+    assert content["complete"] and content["steps"] == {"requested": [1, 2, 4], "profiled": [1, 2, 4]}
+    assert captured(content) == {(1, None, 0), (2, None, 0), (4, None, 0)}
+    for file in content["files"]:
+        found = ranges(work.run_dir / "profile" / file["path"])
+        assert found["rollout_generate"] == found["reward"] == found["actor_update"] == found["mini_batch"] == 1
+        assert found["decode_step"] >= 1 and found["micro_batch"] >= 1
+        assert trace(work.run_dir / "profile" / file["path"])["distributedInfo"]["world_size"] == 1
+    assert "profiled step 1: 1 files" in done.text and "the 2 to come take about" in done.text
+
+
+def test_neighbouring_steps_may_share_a_capture(work: Workspace) -> None:
+    more = ("trainer.total_training_steps=4", "global_profiler.steps=[1,2,4]", "global_profiler.profile_continuous_steps=true")
+    work.train(*QUIET, *ON, *more)
+    content = manifest(work.run_dir)
+    assert captured(content) == {(1, None, 0), (4, None, 0)} and content["complete"]
+    assert [ranges(work.run_dir / "profile" / file["path"])["actor_update"] for file in content["files"]] == [2, 1]
+
+
+def test_discrete_captures_are_one_a_stage_of_every_role(work: Workspace, judge: Path) -> None:
+    reward = ("reward_model.enable=true", f"reward_model.model.path={judge}", "reward_model.profiler.enable=true")
+    mode = [f"{section}.profiler.tool_config.torch.discrete=true" for section in ("critic", "reward_model")]
+    controller = "global_profiler.controller=true"
+    work.train(*SHORT, *PPO, *DISCRETE, *reward, "reward_model.profiler.ranks=[0]", *mode, controller, f"{ACTOR}.ppo_epochs=2")
+    content = manifest(work.run_dir)
+    stages = {"rollout_generate", "reward", "actor_compute_log_prob", "ref_compute_log_prob", "compute_values", "compute_rm_score"}
+    stages |= {"advantage", "correction", "critic_update", "actor_update"}
+    assert {stage for _, stage, _ in captured(content)} == stages and len(content["files"]) == len(stages)
+    for file in content["files"]:
+        path = work.run_dir / "profile" / file["path"]
+        assert ranges(path)[file["stage"]] == 1 and not stages - {file["stage"]} & set(ranges(path))
+        assert path.parent.name == ("rollout_replica0" if file["role"] == "rollout" else "profile")
+
+
+@pytest.mark.parametrize(
+    ("stage", "section", "unit", "others"),
+    [
+        ("actor_compute_log_prob", ACTOR, "micro_batch", ()),
+        ("ref_compute_log_prob", ACTOR, "micro_batch", ()),
+        ("actor_update", ACTOR, "micro_batch", ("mini_batch",)),
+        ("actor_update", ACTOR, "mini_batch", ("micro_batch",)),
+        ("critic_update", "critic", "mini_batch", ("micro_batch",)),
+        ("critic_update", "critic", "micro_batch", ("mini_batch",)),
+        ("compute_values", "critic", "micro_batch", ()),
+        ("rollout_generate", ROLLOUT, "decode_step", ()),
+    ],
+)
+def test_a_schedule_captures_exactly_its_window(
+    work: Workspace, stage: str, section: str, unit: str, others: tuple[str, ...]
+) -> None:
+    schedule = f"{section}.profiler.schedule"
+    off = () if section == "critic" else ("critic.profiler.enable=false",)
+    quiet_actor = () if section == ACTOR else (f"{ACTOR}.profiler.enable=false",)
+    window = (f"{schedule}.stages=[{stage}]", f"{schedule}.unit={unit}", f"{schedule}.skip_first=1", f"{schedule}.active=2")
+    mini_batches = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4")
+    follow = (f"{ROLLOUT}.profiler.enable=true",) if section == ROLLOUT else ()
+    work.train(*SHORT, *PPO, *mini_batches, *off, *quiet_actor, *follow, *window)
+    content = manifest(work.run_dir)
+    [file] = content["files"]
+    assert (file["step"], file["stage"]) == (2, stage) and content["complete"], content["failures"]
+    assert (file["units"]["first"], file["units"]["count"]) == (1, 2) and file["units"]["of"] >= 3
+    found = ranges(work.run_dir / "profile" / file["path"])
+    assert found[unit] == 2 and set(found) <= {unit, *others}
+
+
+def test_torchs_own_window_of_mini_batches(work: Workspace) -> None:
+    keys = (f"{ACTOR}.profiler.tool_config.torch.step_start=1", f"{ACTOR}.profiler.tool_config.torch.step_end=3")
+    work.train(*SHORT, *keys, "data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=4")
+    [file] = manifest(work.run_dir)["files"]
+    assert file["units"] == {"unit": "mini_batch", "first": 1, "count": 2, "of": 4}
+
+
+def test_profiling_changes_no_number(work: Workspace, finished: Path) -> None:
+    contents = "[cpu,memory,shapes,module,stack]"
+    work.train(*ON, "global_profiler.steps=[2,3]", *DISCRETE, f"{ACTOR}.profiler.tool_config.torch.contents={contents}")
+    assert untimed(metrics(work.run_dir)) == untimed(metrics(finished))
+    assert len(manifest(work.run_dir)["files"]) == 4
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str))
+"""
+TOOLS = """
+import torch
+from pellucid.errors import UserError
+from pellucid.profiler.tools.torch_trace import TorchTool
+
+
+class Breaks(TorchTool):
+    def stop(self):
+        super().stop()
+        raise OSError(28, "No space left on device")
+
+
+class Absent(TorchTool):
+    @classmethod
+    def check(cls, settings):
+        raise UserError("global_profiler.tool", "needs a driver that is not here.", "Install it.")
+
+
+class Counts(TorchTool):
+    def stop(self):
+        path = self._capture.folder / f"{self._capture.name}.txt"
+        super().stop()[0].unlink()
+        path.write_text("mine")
+        return [path]
+"""
+
+
+def test_a_tool_of_the_users_own(work: Workspace) -> None:
+    work.write("tools.py", TOOLS)
+    work.train(*SHORT, "global_profiler.tool=tools.py:Counts")
+    [file] = manifest(work.run_dir)["files"]
+    assert file["tool"] == "tools.py:Counts" and file["bytes"] == 4
+
+
+@pytest.mark.parametrize(("tool", "said"), [("Breaks", "No space left on device"), ("Absent", "needs a driver that is not here")])
+def test_a_tool_that_fails_leaves_training_alone_unless_strict(work: Workspace, tool: str, said: str) -> None:
+    work.write("tools.py", TOOLS)
+    done = work.train(*SHORT, f"global_profiler.tool=tools.py:{tool}")
+    assert len(metrics(work.run_dir)) == 2 and said in done.text
+    assert (work.run_dir / "checkpoints" / "global_step_2").is_dir()
+    strict = work.train(*SHORT, f"global_profiler.tool=tools.py:{tool}", "global_profiler.strict=true", "trainer.resume_mode=disable",
+                        "trainer.default_local_dir=strict", status=1 if tool == "Breaks" else 2)  # fmt: skip
+    assert said in strict.text
+
+
+def test_a_failing_step_keeps_its_trace(work: Workspace) -> None:
+    work.write("reward.py", REWARD.replace("return", "raise ValueError(extra_info) if True else"))
+    done = work.start("train", work.recipe, *SHORT, "global_profiler.steps=[1]", "reward_model.custom_reward_function.path=reward.py").wait()
+    assert done.status == 2
+    content = manifest(work.run_dir)
+    [file] = content["files"]
+    assert ranges(work.run_dir / "profile" / file["path"])["rollout_generate"] == 1
+
+
+def test_steps_that_never_come_are_said(work: Workspace) -> None:
+    done = work.train(*SHORT, "global_profiler.steps=[2,7]")
+    assert "[7] will not be profiled: the run ends with step 2" in done.text
+    content = manifest(work.run_dir)
+    assert not content["complete"] and content["steps"]["profiled"] == [2]
+
+
+def test_the_budget_ends_collection_with_a_message(work: Workspace) -> None:
+    done = work.train(*SHORT, "global_profiler.steps=[1,2]", "global_profiler.max_bytes=1000")
+    assert "global_profiler.max_bytes" in done.text and len(manifest(work.run_dir)["files"]) == 1
+
+
+def test_the_hook_runs_once_after_the_last_file(work: Workspace) -> None:
+    command = 'ls "$PELLUCID_PROFILE_DIR" > seen.txt; cp "$PELLUCID_MANIFEST" copy.json; echo "$PELLUCID_RUN_DIR" >> runs.txt'
+    work.write("hook.sh", command)
+    work.train(*SHORT, "global_profiler.finish_hook_cmd=sh hook.sh")
+    assert (work.folder / "runs.txt").read_text().split() == [str(work.run_dir)]
+    copy = json.loads((work.folder / "copy.json").read_text())
+    assert copy == manifest(work.run_dir) and copy["files"][0]["path"] in (work.folder / "seen.txt").read_text()
+
+
+@pytest.mark.parametrize(("command", "said"), [("exit 3", "ended with status 3"), ("sleep 60", "was ended after 1 s")])
+def test_a_hook_that_fails_or_hangs_is_said(work: Workspace, command: str, said: str) -> None:
+    done = work.train(*SHORT, f"global_profiler.finish_hook_cmd='{command}'", "global_profiler.finish_hook_timeout_s=1")
+    assert said in done.text
+
+
+def test_save_path_may_be_shared_by_runs(work: Workspace) -> None:
+    for run in ("one", "two"):
+        work.train(*SHORT, "global_profiler.save_path=outputs/profile", f"trainer.default_local_dir={run}")
+        [file] = manifest(work.folder / run)["files"]
+        assert Path(file["path"]).parent == work.folder / "outputs" / "profile"
+
+
+def test_a_killed_run_keeps_what_was_written_and_goes_on(work: Workspace) -> None:
+    slow = (*QUIET, *ON, "trainer.save_freq=1", "global_profiler.steps=[1,3]")
+    command = work.start("train", work.recipe, *slow, "trainer.total_training_steps=200")
+    wait_for(lambda: (work.run_dir / "checkpoints" / "global_step_2").is_dir(), command)
+    command.signal(signal.SIGKILL)
+    command.wait()
+    assert (1, None, 0) in captured(manifest(work.run_dir))
+    work.train(*slow, f"trainer.total_training_steps={max(4, len(metrics(work.run_dir)) + 1)}")
+    content = manifest(work.run_dir)
+    assert {step for step, _, _ in captured(content)} == set(content["steps"]["profiled"]) == {1, 3}
+
+
+def test_the_timeline_shows_every_micro_batch_and_reward_call(work: Workspace) -> None:
+    work.train(*QUIET, "trainer.total_training_steps=2", f"{ACTOR}.ppo_max_token_len_per_gpu=64")
+    text = (work.run_dir / "timeline" / "controller.json").read_text()
+    events = [event for event in json.loads(text.strip().removesuffix(",") + "]") if event["ph"] == "X"]
+    names = [event["name"] for event in events]
+    assert names.count("reward_call") == 2 * 16 and names.count("step") == names.count("weight_sync") == 2
+    assert names.count("mini_batch") == 2 and names.count("micro_batch") >= 3
+    assert all("cpu_s" in event["args"] for event in events if event["tid"] == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["end-to-end", "discrete"])
+def test_ranks_asked_for_are_captured_and_no_others(work: Workspace, mode: str) -> None:
+    pytest.importorskip("ray")
+    ranks = ("trainer.placement=ray", "trainer.n_gpus_per_node=2", f"{ACTOR}.profiler.all_ranks=false", f"{ACTOR}.profiler.ranks=[1]")
+    discrete = DISCRETE if mode == "discrete" else ()
+    work.train(*SHORT, *ranks, *discrete, "global_profiler.controller=true")
+    content = manifest(work.run_dir)
+    assert content["complete"], content["failures"]
+    of_ranks = {(stage, file_rank) for _, stage, file_rank in captured(content) if stage != "reward"}
+    processes = {file["process"] for file in content["files"]}
+    assert processes == {"controller", "policy_rank_1"}
+    if mode == "discrete":
+        assert of_ranks == {("rollout_generate", 1), ("actor_update", 1), ("advantage", 0), ("correction", 0)}
+    else:
+        [file] = [file for file in content["files"] if file["process"] == "policy_rank_1"]
+        found = ranges(work.run_dir / "profile" / file["path"])
+        assert {"rollout_generate", "actor_update", "weight_sync", "micro_batch", "mini_batch"} <= set(found)
+        assert re.search(r"policy_step_step2_rank1-of-2_pid\d+\.json\.gz", file["path"])
