@@ -189,9 +189,11 @@ class RunProfiler:
         self._unfinished: list[tuple[int, set[Stage]]] = []
         """Steps whose captures are not written yet, and the stages that ran in them."""
         self._said = 0
-        if late := sorted(step for step in self._steps if step > total_steps):
+        late = sorted(step for step in self._steps if step > total_steps)
+        if late and config.trainer.total_training_steps is None:  # else it was said when the config was checked
             notice(f"global_profiler.steps: {late} will not be profiled: the run ends with step {total_steps}.")
-        if early := sorted(step for step in self._steps if step < first_step):
+        done = Manifest.read(self.folder).profiled
+        if early := sorted(step for step in self._steps if step < first_step and step not in done):
             notice(f"global_profiler.steps: {early} will not be profiled: the run goes on from step {first_step}.")
         if self._requests:
             _say_where(self._requests)
