@@ -105,7 +105,17 @@ def test_a_rank_that_sleeps_between_its_units_is_named(tmp_path):
 def test_a_sleep_within_a_unit_of_several_ranks_leaves_open_whose(tmp_path):
     [finding] = findings_of(write_run(tmp_path / "run", [replace(HEALTHY, sleep_in_unit_s=0.2)] * 6))
     assert finding.kind == "stall" and finding.where == "policy rank 0 and policy rank 1"
-    assert "do not say which" in finding.sentence
+    assert "do not say for which" in finding.sentence
+
+
+def test_captures_tell_whose_sleep_it_is(tmp_path):
+    waits = [STAGE, operator("aten::mm", 0, 1000), operator("gloo:all_reduce", 1000, 8000, tid=8, cat="user_annotation")]
+    sleeps = [STAGE, operator("aten::mm", 0, 1000), operator("aten::mm", 9000, 900)]
+    run = write_run(tmp_path / "run", [replace(HEALTHY, sleep_in_unit_s=0.06)] * 6)
+    assert not findings_of(run), "as much could be the ranks' communication"
+    [finding] = findings_of(with_captures(run, rank0=waits, rank1=sleeps))
+    assert (finding.kind, finding.where) == ("stall", "policy rank 1")
+    assert "as the captures of step 2 show" in finding.sentence and "8.0 ms without an operator, 1.0 ms after" in finding.sentence
 
 
 @pytest.mark.parametrize(
@@ -437,6 +447,35 @@ def test_merged_processes_and_rows_are_apart(tmp_path):
     rows = {(event["pid"], event["tid"]) for event in events}
     assert len({row for _, row in rows}) == len(rows), "Perfetto takes rows of one number for one thread"
     assert 0 not in {row for _, row in rows}
+
+
+def overlapping(events: list) -> list:
+    """Return the spans that begin within another one of their row and end after it."""
+    found = []
+    open_: dict[int, list[float]] = {}
+    spans = [event for event in events if event["ph"] == "X"]
+    for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
+        ends = open_.setdefault(event["tid"], [])
+        while ends and ends[-1] <= event["ts"] + 1e-6:
+            ends.pop()
+        if ends and event["ts"] + event["dur"] > ends[-1] + 1e-6:
+            found.append(event)
+        ends.append(event["ts"] + event["dur"])
+    return found
+
+
+def test_merged_spans_nest_though_two_clocks_measured_them(tmp_path):
+    timeline = make_run(tmp_path / "run")
+    controller = Writer(timeline, "controller", "controller", 1)
+    # In the order in which they end. Ends are off by 2 µs: the first micro-batch reaches into the second, and that out of its stage.
+    for name, at_us, dur_us in (("micro_batch", 10, 92), ("micro_batch", 100, 102), ("actor_update", 0, 200), ("weight_sync", 199, 50),
+                                ("step", 0, 249), ("step", 248, 100)):  # fmt: skip
+        controller.span(name, at_us / 1e6, dur_us / 1e6, step=1)
+    controller.write()
+    events, _ = merged_events(tmp_path / "run")
+    assert not overlapping(events)
+    spans = [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
+    assert spans == [(10, 92), (102, 100), (0, 202), (202, 47), (0, 249), (249, 99)]
 
 
 def test_arrows_lead_from_the_controllers_stage_to_the_ranks(tmp_path):

@@ -6,6 +6,7 @@ so does every row, since Perfetto takes rows of one number for one thread.
 
 import gzip
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,6 +161,7 @@ def _spans(
     on_read: Callable[[int], None],
 ) -> Iterator[dict[str, Any]]:
     """Yield the timeline's spans, and an arrow from each of the controller's stages to the same stage of each rank."""
+    rows: dict[int, _Row] = {}
     begun: dict[tuple[str, int], list[tuple[float, int]]] = {}
     """By stage and step, when the controller began it and in which row."""
     for path in files:
@@ -176,7 +178,9 @@ def _spans(
                 yield _meta("thread_name", part.pid, row, name=f"reward calls {lane}")
                 yield _meta("thread_sort_index", part.pid, row, sort_index=lane)
             merged.num_spans += 1
-            yield event | {"ts": start_us, "pid": part.pid, "tid": row, "cat": "span"}
+            start_us, end_us = rows.setdefault(row, _Row()).fit(start_us, start_us + event.get("dur", 0))
+            place = {"ts": start_us, "dur": round(end_us - start_us, 3), "pid": part.pid, "tid": row, "cat": "span"}
+            yield event | place
             step = event.get("args", {}).get("step")
             if event["name"] not in STAGES or step is None:
                 continue
@@ -187,6 +191,33 @@ def _spans(
             call = seen[key] = seen.get(key, -1) + 1
             yield from _arrow(merged, begun.get(key[:2], []), call, start_us, part.pid)
         on_read(path.stat().st_size)
+
+
+@dataclass(slots=True)
+class _Row:
+    """The spans of a row so far, without those that lie in another: what comes next encloses the last of them, or follows.
+
+    A start is read off the wall clock and a duration off a steadier one, so that ends are off by microseconds. Perfetto drops what
+    overlaps by one.
+    """
+
+    outer: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=1000))
+
+    def fit(self, start_us: float, end_us: float) -> tuple[float, float]:
+        """Return start and end, moved as little as it takes to enclose or to follow."""
+        length_us = end_us - start_us
+        while self.outer and self._encloses(start_us, length_us, *self.outer[-1]):
+            inner_start, inner_end = self.outer.pop()
+            start_us, end_us = min(start_us, inner_start), max(end_us, inner_end)
+        if self.outer:
+            start_us = max(start_us, self.outer[-1][1])
+        end_us = max(start_us, end_us)
+        self.outer.append((start_us, end_us))
+        return start_us, end_us
+
+    @staticmethod
+    def _encloses(start_us: float, length_us: float, inner_start: float, inner_end: float) -> bool:
+        return inner_end - inner_start <= length_us and start_us <= (inner_start + inner_end) / 2
 
 
 def _arrow(

@@ -27,7 +27,7 @@ class Kind(StrEnum):
     BEFORE = "before its first unit of work"
     BETWEEN = "between its units of work"
     AFTER = "after its last unit of work"
-    WHOLE = "in the stage, which shows no units of work"
+    WHOLE = "somewhere in it, for it has no units of work"
 
 
 IN_UNIT = (Kind.MICRO_BATCH, Kind.MINI_BATCH)

@@ -12,6 +12,8 @@ from pellucid.profiler.report.timeline import Process, Span
 from pellucid.stages import Stage
 
 CALL = "reward_call"
+_MOMENT_SHARE = 0.05
+"""Of the time in which any call runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,18 @@ def _overlap(stage: Span, call: Span) -> bool:
 
 
 def _concurrency(calls: list[Span]) -> tuple[float, int]:
-    """Return the microseconds in which any call runs, and the most that run at once."""
+    """Return the microseconds in which any call runs, and the most that run at once for more than a moment."""
     edges = sorted(edge for call in calls for edge in ((call.start_us, 1), (call.end_us, -1)))
-    running, most, union_us, at = 0, 0, 0.0, edges[0][0]
+    running, at = 0, edges[0][0]
+    us_of: dict[int, float] = defaultdict(float)
     for time_us, change in edges:
-        union_us += time_us - at if running else 0.0
+        us_of[running] += time_us - at
         running += change
-        most, at = max(most, running), time_us
-    return union_us, most
+        at = time_us
+    union_us = sum(us for number, us in us_of.items() if number)
+    # When a call ended is seen a little late, so that the next one in the same process seems to overlap it.
+    lasting = [number for number, us in us_of.items() if number and us >= _MOMENT_SHARE * union_us]
+    return union_us, max(lasting, default=1)
 
 
 def _quantile(ordered: list[float], share: float) -> float:

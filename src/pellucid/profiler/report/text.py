@@ -54,7 +54,8 @@ def processes_line(report: Report) -> str:
     for rank in report.timeline.ranks:
         pools[rank.pool] += 1
     ranks = ", ".join(f"{count} {pool} rank{'s' * (count > 1)}" for pool, count in pools.items())
-    return f"controller and {ranks} on {report.device}" if ranks else f"one process on {report.device}"
+    device = report.device.partition(",")[0]  # "cpu, 2 ranks"
+    return f"controller and {ranks} on {device}" if ranks else f"one process on {device}"
 
 
 def rewards_line(report: Report) -> str:
@@ -114,7 +115,8 @@ def _verdict(verdict: Verdict) -> Panel:
     lines: list[Text] = []
     for number, finding in enumerate(verdict.findings, 1):
         lines.append(Text(f"{number}. {finding.sentence}", style="bold" if number == 1 else ""))
-        lines.append(Text(f"   → {finding.remedy}", style="cyan"))
+        if number == 1 or finding.remedy != verdict.findings[number - 2].remedy:
+            lines.append(Text(f"   → {finding.remedy}", style="cyan"))
     return Panel(Group(*lines), title="verdict: what costs most", title_align="left", border_style="yellow")
 
 

@@ -42,8 +42,10 @@ BETWEEN_SHARE = 0.15
 """Of the run's time spent on validation or on checkpoints."""
 EXPOSED_SHARE = 0.4
 """Of a capture: communication beside which nothing is computed."""
-HOST_SHARE, HOST_GAP_SHARE = 0.5, 0.2
-"""Of a capture without compute or communication, and its longest stretch."""
+HOST_SHARE, HOST_GAP_SHARE = 0.7, 0.2
+"""Of a capture without compute or communication, and its longest stretch. Python between small operators is a good part of any."""
+TELLING_SHARE = 0.3
+"""Of a capture: by as much less time in collectives than the others, a rank shows that they wait for it."""
 DEVICE_IDLE_SHARE = 0.4
 """Of a capture in which the GPU runs no kernel."""
 
@@ -109,10 +111,15 @@ def verdict(evidence: Evidence) -> Verdict:
 
 
 def _is_explained(finding: Finding, every: list[Finding]) -> bool:
-    """Tell whether another finding says why one stage was slow in one step."""
-    return finding.kind == "spike" and any(
-        other.kind != "spike" and other.stage == finding.stage and other.lost_s >= finding.lost_s / 2 for other in every
-    )
+    """Tell whether another finding says why one stage was slow in one step, or in one capture."""
+    for other in every:
+        if other.stage != finding.stage or other.kind == finding.kind:
+            continue
+        if finding.kind == "spike" and other.lost_s >= finding.lost_s / 2:
+            return True
+        if finding.kind == "host" and other.kind == "stall" and finding.where in other.where:
+            return True
+    return False
 
 
 def _slow_reward(evidence: Evidence) -> Iterator[Finding]:
@@ -180,7 +187,7 @@ def _imbalance(evidence: Evidence) -> Iterator[Finding]:
             "longer than the rest."
             if has_more_tokens or imbalance.by == "tokens"
             else "Same tokens, more work: look at what else runs on that rank's machine or device, and capture the rank with "
-            f"the torch tool beside another one (ranks: [{_rank(imbalance.slowest)}, …])."
+            f"the torch tool beside another one (ranks: {sorted({_rank(imbalance.slowest), _rank(others[0])})})."
         )
         yield _finding(
             evidence,
@@ -196,31 +203,62 @@ def _imbalance(evidence: Evidence) -> Iterator[Finding]:
 
 def _stall(evidence: Evidence) -> Iterator[Finding]:
     for stall in evidence.stalls:
-        least = STALL_STAGE_SHARE if stall.is_known else UNKNOWN_STALL_SHARE
+        captured = _captured_culprit(evidence, stall)
+        least = STALL_STAGE_SHARE if stall.is_known or captured else UNKNOWN_STALL_SHARE
         if stall.stage_share < least or not _matters(evidence, stall.lost_s):
             continue
         who = _names(stall.processes)
-        number = f"; the longest {seconds(stall.longest_s)}, in micro-batch {stall.longest_number} of step {stall.longest_step}"
-        longest = number if stall.longest_number else f"; the longest {seconds(stall.longest_s)}, in step {stall.longest_step}"
-        steps = len(stall.steps)
-        total = len(evidence.chosen.steps)
-        waiting = "" if stall.is_known and evidence.num_processes == 1 else ", while the others wait for it"
-        if not stall.is_known:
-            waiting = " (the spans do not say which of them)"
-        stage = stall.stage if len(stall.processes) == 1 else f"{stall.stage}, all at the same time"
+        if stall.is_known:
+            subject = f"{who} stands still in {stall.stage}"
+            waiting = "" if evidence.num_processes == 1 else ", while the others wait for it"
+            cause = "Something blocks there on the host: a sleep, a lock, a file, a network call."
+        elif captured:
+            subject = f"{captured.name} stands still in {stall.stage}"
+            waiting = f", while the others wait for it in collectives, as the captures of step {captured.file.step} show"
+            cause = "Something blocks there on the host: a sleep, a lock, a file, a network call."
+            who = captured.name
+        else:
+            subject = f"{who} stand still in {stall.stage}, all at the same time"
+            waiting = " (its spans do not say for which of them)"
+            cause = "Something blocks one of them on the host (a sleep, a lock, a file), or they communicate so slowly."
+        number = f"micro-batch {stall.longest_number} of " if stall.longest_number else ""
+        gap = _captured_gap(evidence, stall.stage, who)
         yield _finding(
             evidence,
             "stall",
-            f"{who} {'stands' if len(stall.processes) == 1 else 'stand'} still for {seconds(stall.lost_s)} of each step in {stage}, "
-            f"{stall.where.replace(' its ', ' their ') if len(stall.processes) > 1 else stall.where}, and nothing computes"
-            f"{waiting}: {stall.stage_share:.0%} of the stage, in {steps} of {total} steps{longest}.",
-            "Something blocks there on the host: a sleep, a lock, a file, a network call"
-            + ("" if stall.is_known else ", or the ranks' communication itself")
-            + ". Dump the stacks while it runs (py-spy dump --pid), or capture the stage with the torch tool and contents [cpu, stack].",
+            f"{subject} for {seconds(stall.lost_s)} of each step, {stall.where}{waiting}: {stall.stage_share:.0%} of the stage, in "
+            f"{len(stall.steps)} of {len(evidence.chosen.steps)} steps; the longest {seconds(stall.longest_s)}, in {number}step "
+            f"{stall.longest_step}{gap}.",
+            f"{cause} Dump the stacks while it runs (py-spy dump --pid), or capture the stage on all ranks with the torch tool and "
+            "contents [cpu, stack].",
             stall.lost_s,
             stall.stage,
             who,
         )
+
+
+def _captured_culprit(evidence: Evidence, stall: Stall) -> CaptureStats | None:
+    """Return the capture of the one that others wait for: the time that these spend in collectives is missing in its own."""
+    mine = [capture for capture in evidence.captures if capture.what == stall.stage and capture.name in stall.processes]
+    steps = {capture.file.step for capture in mine}
+    mine = [capture for capture in mine if capture.file.step == max(steps) and capture.wall_s]
+    if len(mine) < 2:
+        return None
+    first, second, *_ = sorted(mine, key=lambda capture: capture.exposed_s / capture.wall_s)
+    apart = second.exposed_s / second.wall_s - first.exposed_s / first.wall_s
+    return first if apart >= TELLING_SHARE else None
+
+
+def _captured_gap(evidence: Evidence, stage: str, process: str) -> str:
+    """Return what a capture of the process says about the longest time without an operator; empty where there is none."""
+    mine = [capture for capture in evidence.captures if capture.what == stage and capture.name == process]
+    longest = max(mine, key=lambda capture: capture.longest_gap_s, default=None)
+    if longest is None or longest.longest_gap_s < HOST_GAP_SHARE * longest.wall_s:
+        return ""
+    return (
+        f"; its capture of step {longest.file.step} shows {seconds(longest.longest_gap_s)} without an operator, "
+        f"{seconds(longest.longest_gap_at_s)} after the start"
+    )
 
 
 def _crowded(evidence: Evidence) -> Iterator[Finding]:
@@ -378,6 +416,8 @@ def _host(evidence: Evidence) -> Iterator[Finding]:
         if (host >= HOST_SHARE or gap >= HOST_GAP_SHARE) and max(host, gap) > worst.get(capture.what, (0.0, None))[0]:
             worst[capture.what] = max(host, gap), capture
     for what, (share, capture) in worst.items():
+        if not _matters(evidence, share * _stage_seconds(evidence, what)):
+            continue
         yield _finding(
             evidence,
             "host",
@@ -460,5 +500,5 @@ def _names(names: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _rank(name: str) -> str:
-    return name.rsplit(" ", 1)[-1]
+def _rank(name: str) -> int:
+    return int(name.rsplit(" ", 1)[-1])
