@@ -1,0 +1,107 @@
+"""`pellucid profile report` on real runs with a bottleneck planted in each: it is the one that is named."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import Workspace
+from pellucid.profiler.report import Report, build_report
+from pellucid.rundir import RunDir
+
+RANKS = ("trainer.placement=ray", "trainer.n_gpus_per_node=2")
+QUIET = ("data.val_files=null", "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.total_training_steps=4")
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+BUSY_S, SLEEP_S, CALL_S = 0.4, 0.4, 0.1
+LOSSES = f'''
+import time
+import torch.distributed as dist
+from pellucid.algo.policy_loss import vanilla
+
+def works_more(inputs):
+    """Rank 1 has more to compute than the other."""
+    end = time.process_time() + {BUSY_S}
+    while dist.get_rank() == 1 and time.process_time() < end:
+        pass
+    return vanilla(inputs)
+
+def sleeps(inputs):
+    """Rank 1 sleeps: the other waits for it in the backward pass."""
+    if not dist.is_initialized() or dist.get_rank() == 1:
+        time.sleep({SLEEP_S})
+    return vanilla(inputs)
+'''
+CAPTURE = (
+    "global_profiler.tool=torch",
+    "global_profiler.steps=[2]",
+    "actor_rollout_ref.actor.profiler.enable=true",
+    "actor_rollout_ref.actor.profiler.all_ranks=true",
+    "actor_rollout_ref.actor.profiler.tool_config.torch.discrete=true",
+)
+
+
+@pytest.fixture
+def planted(work: Workspace) -> Workspace:
+    """A workspace with the planted functions."""
+    work.write("losses.py", LOSSES)
+    work.write("rewards.py", f"import time\n\ndef compute_score(**words):\n    time.sleep({CALL_S})\n    return 1.0\n")
+    return work
+
+
+def report_of(run: Path) -> Report:
+    """Return the report; that the machine is crowded while the tests run is no part of what is planted."""
+    report = build_report(RunDir.open(run))
+    findings = tuple(finding for finding in report.verdict.findings if finding.kind != "crowded")
+    report.verdict = type(report.verdict)(findings[0].sentence if findings else "", findings)
+    return report
+
+
+def test_a_slow_reward_function_is_the_bottleneck(planted: Workspace) -> None:
+    planted.train(*QUIET, "reward_model.custom_reward_function.path=rewards.py", "reward_model.reward_num_workers=1")
+    report = report_of(planted.run_dir)
+    first = report.verdict.findings[0]
+    assert (first.kind, first.stage) == ("slow_reward", "reward") and "one after the other" in first.sentence
+    assert report.rewards is not None and report.rewards.median_s >= CALL_S
+    assert report.rewards.most_at_once == 1 and first.lost_s >= 16 * CALL_S
+    done = planted.run("profile", "report", "run")
+    assert "The reward function is slow" in done.text and (planted.run_dir / "profile" / "report.html").exists()
+
+
+def test_a_process_that_sleeps_is_the_bottleneck(planted: Workspace) -> None:
+    planted.train(*QUIET, f"{LOSS}=losses.py:sleeps")
+    first = report_of(planted.run_dir).verdict.findings[0]
+    assert (first.kind, first.stage, first.where) == ("stall", "actor_update", "controller")
+    assert "in its micro-batches" in first.sentence and first.lost_s >= SLEEP_S * 0.9
+
+
+@pytest.mark.slow
+def test_the_rank_that_has_more_to_do_is_the_bottleneck(planted: Workspace) -> None:
+    pytest.importorskip("ray")
+    planted.train(*QUIET, *RANKS, f"{LOSS}=losses.py:works_more")
+    report = report_of(planted.run_dir)
+    first = report.verdict.findings[0]
+    assert (first.kind, first.stage, first.where) == ("imbalance", "actor_update", "policy rank 1")
+    assert next(leg for leg in report.path if leg.stage == "actor_update").process == "policy rank 1"
+    waits = {share.process: share.waiting_s + share.absent_s for share in report.shares if share.stage == "actor_update"}
+    assert waits["policy rank 0"] > BUSY_S * 0.9 > waits["policy rank 1"]
+
+
+@pytest.mark.slow
+def test_the_rank_that_sleeps_is_the_bottleneck_and_shows_in_the_merged_trace(planted: Workspace) -> None:
+    pytest.importorskip("ray")
+    planted.train(*QUIET, *RANKS, *CAPTURE, f"{LOSS}=losses.py:sleeps")
+    first = report_of(planted.run_dir).verdict.findings[0]
+    assert (first.kind, first.stage, first.where) == ("stall", "actor_update", "policy rank 1")
+    assert first.lost_s >= SLEEP_S * 0.9 and "without an operator" in first.sentence
+    planted.run("profile", "merge", "run")
+    events = json.loads(gzip.decompress((planted.run_dir / "timeline" / "merged.json.gz").read_bytes()))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"].partition(" on ")[0] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["controller", "policy rank 0", "policy rank 1"]
+    # An operator lies within the span of its stage: the capture and the timeline have been put on one clock.
+    for rank in ("policy rank 0", "policy rank 1"):
+        mine = [event for event in events if names.get(event["pid"]) == rank and event["ph"] == "X"]
+        [stage] = [event for event in mine if event.get("cat") == "span" and event["name"] == "actor_update" and event["args"]["step"] == 2]
+        products = [event for event in mine if event["name"] == "aten::mm"]
+        inside = [event for event in products if stage["ts"] <= event["ts"] <= stage["ts"] + stage["dur"]]
+        assert products and len(inside) >= 0.9 * len(products)
