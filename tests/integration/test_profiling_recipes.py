@@ -1,0 +1,163 @@
+"""Each example of the two guides, and of sampling inside a stage, runs as written: a table from the recipe to its captures."""
+
+import contextlib
+import pstats
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import commands
+import pytest
+from commands import Done, Server
+from profiles import manifest, ranges
+
+from conftest import Workspace
+from contract.npu_stub import make_stub_package
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "profiling"
+GUIDE_STEPS = (1, 2, 5)
+STAGES = ("rollout_generate", "actor_compute_log_prob", "ref_compute_log_prob", "actor_update")
+RANKS = ("policy_rank_0", "policy_rank_1")
+Captures = set[tuple[int, str | None, str]]
+"""Step, stage and process; no stage: the whole step."""
+
+
+def whole_steps(*processes: str) -> Captures:
+    return {(step, None, process) for step in GUIDE_STEPS for process in processes}
+
+
+def stages(names: tuple[str, ...], process: str = "controller", steps: tuple[int, ...] = GUIDE_STEPS) -> Captures:
+    return {(step, name, process) for step in steps for name in names}
+
+
+TORCH: dict[str, Captures] = {
+    "torch_end_to_end": whole_steps("controller"),
+    "torch_discrete": stages(STAGES, steps=(2,)),
+    "torch_memory": {(2, None, "controller")},
+}
+SAMPLED: dict[str, tuple[str, str, int, int, set[str]]] = {
+    "sample_decode_steps": ("rollout_generate", "decode_step", 2, 3, {"decode_step"}),
+    "sample_ref_log_prob": ("ref_compute_log_prob", "micro_batch", 0, 1, {"micro_batch"}),
+    "sample_update_mini_batch": ("actor_update", "mini_batch", 0, 1, {"mini_batch", "micro_batch"}),
+    "sample_update_micro_batch": ("actor_update", "micro_batch", 1, 1, {"micro_batch"}),
+}
+"""Stage, unit, the first that is captured, how many, and the ranges in the trace."""
+NPU: dict[str, Captures] = {
+    "npu_end_to_end": whole_steps("controller"),
+    "npu_discrete": stages(STAGES),
+}
+NSYS: dict[str, Captures] = {
+    "nsight_end_to_end": whole_steps(*RANKS) | {(1, None, "controller")},
+    "nsight_discrete": {(1, None, "controller")}
+    | stages(("actor_compute_log_prob", "actor_update"), RANKS[1])
+    | stages(("actor_compute_log_prob", "compute_values", "critic_update", "actor_update"), RANKS[0]),
+}
+OFF = ("base", "nsight_off", "npu_off")
+ON_CPU = "trainer.device=cpu"
+"""The stub of torch_npu profiles, and computes nothing."""
+
+
+@pytest.fixture(scope="module")
+def npu_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose commands find a torch_npu; see `npu_stub`."""
+    stub = make_stub_package(tmp_path_factory.mktemp("npu"))
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # for this server alone
+            patch.setitem(commands.ENVIRONMENT, "PYTHONPATH", str(stub))
+            server = stack.enter_context(Server())
+        yield server
+
+
+def train(work: Workspace, name: str, *overrides: str) -> tuple[Done, Path]:
+    """Run a recipe and return what it printed and its run directory."""
+    done = work.run("train", str(RECIPES / f"{name}.yaml"), *overrides)
+    return done, work.folder / "outputs" / "profiling" / name
+
+
+def files_of(work: Workspace, run_dir: Path) -> list[dict[str, Any]]:
+    """Return the manifest's files, after checking that it is complete and names all files, of `save_path` too."""
+    content = manifest(run_dir)
+    assert content["complete"], content["failures"]
+    saved = work.folder / "outputs" / "profile"
+    named = {Path(file["path"]) for file in content["files"] if Path(file["path"]).is_absolute()}
+    assert named == {path for path in saved.rglob("*") if path.is_file()}
+    return content["files"]
+
+
+def captures(files: list[dict[str, Any]]) -> Captures:
+    return {(file["step"], file["stage"], file["process"]) for file in files}
+
+
+def test_every_recipe_is_in_a_table() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*TORCH, *SAMPLED, *NPU, *NSYS, *OFF}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_off_writes_no_profile(work: Workspace, name: str) -> None:
+    _, run_dir = train(work, name, "trainer.total_training_steps=1")
+    assert (run_dir / "timeline" / "controller.json").exists() and not (run_dir / "profile").exists()
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_pytorchs_tools(work: Workspace, name: str) -> None:
+    _, run_dir = train(work, name)
+    files = files_of(work, run_dir)
+    assert captures(files) == TORCH[name]
+    endings = [".html", ".json"] if name == "torch_memory" else [".gz"] * len(TORCH[name])
+    assert sorted(Path(file["path"]).suffix for file in files) == endings
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_what_the_ascend_guide_patches_sources_for(work: Workspace, name: str) -> None:
+    stage, unit, first, count, names = SAMPLED[name]
+    _, run_dir = train(work, name)
+    [file] = files_of(work, run_dir)
+    assert captures([file]) == {(2, stage, "controller")}
+    assert {key: file["units"][key] for key in ("unit", "first", "count")} == {"unit": unit, "first": first, "count": count}
+    assert file["units"]["of"] > first + count
+    found = ranges(run_dir / "profile" / file["path"])
+    assert found[unit] == count and set(found) == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NPU)
+def test_the_ascend_guides_examples(tmp_path: Path, npu_server: Server, name: str) -> None:
+    work = Workspace(tmp_path, npu_server)
+    done, run_dir = train(work, name, ON_CPU)
+    assert "global_profiler.tool: npu, the one tool that the profiled roles have settings of" in done.text
+    files = files_of(work, run_dir)
+    assert captures(files) == NPU[name]
+    traces = [file for file in files if file["path"].endswith("ASCEND_PROFILER_OUTPUT/trace_view.json")]
+    assert len(traces) == len(NPU[name])
+    for file in files:
+        assert ("rollout_replica0/" in file["path"]) == (file["stage"] == "rollout_generate")
+
+
+@pytest.mark.slow
+def test_a_window_on_an_npu_differs_by_the_tools_name_alone(tmp_path: Path, npu_server: Server) -> None:
+    work = Workspace(tmp_path, npu_server)
+    _, run_dir = train(work, "sample_decode_steps", "global_profiler.tool=npu", ON_CPU)
+    files = files_of(work, run_dir)
+    assert captures(files) == {(2, "rollout_generate", "controller")}
+    assert {file["units"]["first"] for file in files} == {2} and {file["units"]["count"] for file in files} == {3}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nsys") is None, reason="needs nsys")
+@pytest.mark.parametrize("name", NSYS)
+def test_the_nsight_guides_examples(work: Workspace, name: str) -> None:
+    pytest.importorskip("ray")
+    done, run_dir = train(work, name)
+    assert "trainer.profile_steps" in done.text and "are read as" in done.text
+    files = files_of(work, run_dir)
+    assert captures(files) == NSYS[name]
+
+
+def test_the_guides_tool_of_ones_own(work: Workspace) -> None:
+    tool = RECIPES.parents[1] / "examples" / "plugins" / "python_calls.py"
+    _, run_dir = train(work, "sample_update_micro_batch", f"global_profiler.tool={tool}:PythonCalls")
+    [file] = files_of(work, run_dir)
+    assert captures([file]) == {(2, "actor_update", "controller")} and file["tool"] == f"{tool}:PythonCalls"
+    calls = pstats.Stats(str(run_dir / "profile" / file["path"]))
+    assert any(path.endswith("training/fsdp.py") and name == "_run" for path, _, name in calls.stats)  # pyright: ignore[reportAttributeAccessIssue]
