@@ -239,6 +239,18 @@ def test_a_step_that_was_run_twice_counts_once(tmp_path):
     assert {span.pid for span in controller.steps[4]} == {900} and {span.pid for span in controller.steps[3]} == {100}
 
 
+def test_a_step_that_ranks_ran_twice_counts_once(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 4)
+    # The ranks were lost in step 4 and started anew, and the same controller ran the step again.
+    controller = Writer(run / "timeline", "controller", "controller", 100)
+    ranks = [Writer(run / "timeline", f"policy_rank_{rank}", f"policy rank {rank}", 900 + rank) for rank in (0, 1)]
+    write_step(controller, ranks, 4, 100.0, replace(HEALTHY, tokens=(3000, 3000)))
+    for writer in (controller, *ranks):
+        writer.write()
+    shares = report_of(run, step=4).shares
+    assert [share.tokens for share in shares if share.stage == "actor_update"] == [3000.0, 3000.0]
+
+
 def test_half_a_line_costs_no_more_than_itself(tmp_path):
     run = write_run(tmp_path / "run", [HEALTHY] * 4, num_ranks=0)
     path = run / "timeline" / "controller.json"
@@ -517,7 +529,7 @@ def test_merging_goes_on_without_a_capture_that_is_torn_or_of_nobody(tmp_path):
 
 def test_what_got_slower_comes_first_and_noise_is_told_apart(tmp_path):
     before = report_of(write_run(tmp_path / "before", [HEALTHY] * 8))
-    after = report_of(write_run(tmp_path / "after", [replace(HEALTHY, work_s=(0.15, 0.15))] * 8))
+    after = report_of(write_run(tmp_path / "after", [replace(HEALTHY, work_s=(0.15, 0.15), rollout_s=0.252)] * 8))
     comparison = compare(before, after)
     by_name = {row.name: row for row in comparison.stages}
     assert comparison.headline.startswith("B is slower") and "actor_update" in comparison.headline

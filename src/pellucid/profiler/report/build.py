@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.profiler.manifest import MANIFEST, Manifest, ProfileFile
@@ -130,7 +131,7 @@ def build_report(
         raise _no_step(run, step)
     device = _device(run)
     works = all_work(timeline, chosen)
-    if _engine(run.path) != "native":  # it has processes of its own, whose work this timeline does not show
+    if _engine(run) != "native":  # it has processes of its own, whose work this timeline does not show
         works.pop(Stage.ROLLOUT_GENERATE, None)
     notes = _notes(timeline, chosen, works_have_cpu=all(work.cpu_s is not None for steps in works.values() for found in steps for work in found))
     captures = _captures(torch_files(manifest, folder, step), folder, on_read, notes)
@@ -278,13 +279,12 @@ def _device(run: RunDir) -> str:
     return str(starts[-1].get("device", "cpu")) if starts else "cpu"
 
 
-def _engine(run: Path) -> str:
-    rollout = (_config(run).get("actor_rollout_ref") or {}).get("rollout") or {}
-    return str(rollout.get("name") or "native")
-
-
-def _config(run: Path) -> dict[str, Any]:
-    """Return the run's config as plain values; empty where there is none."""
-    path = RunDir(run).config_yaml
-    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    return content if isinstance(content, dict) else {}
+def _engine(run: RunDir) -> str:
+    """Return the rollout engine that the run's config names."""
+    if not run.config_yaml.exists():
+        return "native"
+    try:
+        name = OmegaConf.select(OmegaConf.load(run.config_yaml), "actor_rollout_ref.rollout.name")
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise UserError(str(run.config_yaml), f"is no config ({error}).", "Move it away to look at the timeline alone.") from error
+    return name or "native"
