@@ -109,9 +109,15 @@ def test_the_curve_reaches_the_peak_and_ends_where_the_capture_does(planted):
             and totals[-1] == report["end_bytes"]
         )
     assert curve["at_s"] == sorted(curve["at_s"])
-    assert (
-        max(curve["by_stage"]["actor_update"]) == BIG_BYTES and max(curve["by_stage"]["rollout_generate"]) == 12_000_000
-    )
+    assert max(curve["by_stage"]["actor_update"]) == BIG_BYTES
+
+
+def test_the_curve_has_the_highest_moment_of_each_interval():
+    changes = [Change(100, 1, 50, "a"), Change(101, 2, 30, "b"), Change(102, 2, -30), Change(700, 1, -50)]
+    curve = summarise(changes, RangeLog(None), 0, 1000, 10).curve
+    values = curve.by_stage[OUTSIDE]
+    assert max(values) == 80 and values.count(80) == 1
+    assert values[0] == values[-1] == 0 and values[len(values) // 2] == 50
 
 
 def test_resident_memory_stands_beside_what_is_not_known(planted):
@@ -250,13 +256,14 @@ def test_memory_freed_by_another_thread_is_not_held_for_ever(tmp_path):
     tool = TorchMemoryTool(settings())
     tool.start(capture(tmp_path))
     held = [torch.empty(1000)]
+    addresses: set[int] = set()
     for _ in range(50):
-        address = held[0].data_ptr()
+        addresses.add(held[0].data_ptr())
         thread = threading.Thread(target=held.clear)
         thread.start()
         thread.join()
         held.append(torch.empty(1000))
-        if held[0].data_ptr() == address:
+        if held[0].data_ptr() in addresses:
             break
     else:
         pytest.skip("the system never gave the same address again")
@@ -410,9 +417,9 @@ def test_out_of_memory_leaves_a_snapshot_of_its_own_while_capturing_only(cuda, t
         "torch_memory_rank1_pid77.pickle",
         "torch_memory_rank1_pid77_oom.pickle",
     ]
-    before = set(tmp_path.rglob("*"))
+    files[1].unlink()
     cuda.observers[0](0, 10, 20, 30)
-    assert set(tmp_path.rglob("*")) == before
+    assert not files[1].exists()
     tool.start(capture(tmp_path, window=2))
     assert not any("oom" in file.name for file in tool.stop())
 

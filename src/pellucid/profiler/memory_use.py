@@ -390,7 +390,7 @@ def _curve(ledger: _Ledger, kept: list[Change], sites: list[SiteUse], started_ns
                 move(block, sign)
             total = ledger.totals[position]
             if total > highest:
-                highest, best = total, (kept[position].time_ns, dict(stages), dict(by_site))
+                highest, best = total, (min(kept[position].time_ns, ended_ns), dict(stages), dict(by_site))
             position += 1
         points.append(best)
     points.append((ended_ns, dict(stages), dict(by_site)))
