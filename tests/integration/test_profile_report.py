@@ -65,7 +65,7 @@ def test_a_slow_reward_function_is_the_bottleneck(planted: Workspace) -> None:
     assert report.rewards is not None and report.rewards.median_s >= CALL_S
     assert report.rewards.most_at_once == 1 and first.lost_s >= 16 * CALL_S
     done = planted.run("profile", "report", "run")
-    assert "The reward function is slow" in done.text and (planted.run_dir / "profile" / "report.html").exists()
+    assert "The reward function is slow" in done.text and (planted.run_dir / "timeline" / "report.html").exists()
 
 
 def test_a_process_that_sleeps_is_the_bottleneck(planted: Workspace) -> None:

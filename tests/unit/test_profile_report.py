@@ -574,7 +574,7 @@ def test_the_report_command_prints_the_verdict_and_writes_a_page(tmp_path):
     run = with_captures(write_run(tmp_path / "run", [replace(HEALTHY, reward_s=4.02, reward_call_s=0.5)] * 5), rank1=CPU_EVENTS)
     status, output = command("report", run)
     assert status == 0 and "The reward function is slow" in output and "Critical path" in output and "aten::addmm" in output
-    page = (run / "profile" / "report.html").read_text()
+    page = (run / "timeline" / "report.html").read_text()
     assert page.index("The reward function is slow") < page.index("Where a step") and "http" not in page.replace("http://www.w3.org", "")
 
 

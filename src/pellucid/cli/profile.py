@@ -37,7 +37,7 @@ def report(
     step: Annotated[int | None, typer.Option("--step", min=1, help="Look at this step alone.")] = None,
     last: Annotated[int, typer.Option("--last", min=1, help="Otherwise at this many steps, the last ones.")] = 200,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Where the page goes; the default is profile/report.html in the run.")
+        Path | None, typer.Option("--html", help="Where the page goes; the default is timeline/report.html in the run.")
     ] = None,
 ) -> None:
     """Name a run's bottleneck, with the figures behind it; as text and as a page. It may be running still.
@@ -51,7 +51,7 @@ def report(
     result = _report(directory, step, last)
     for part in report_renderables(result):
         console.print(part)
-    page = html or directory.path / "profile" / "report.html"
+    page = html or directory.path / "timeline" / "report.html"
     _write(page, report_page(result), "--html")
 
 

@@ -105,7 +105,7 @@ def _table(title: str, *columns: str, left: Iterable[int] = (0,)) -> Table:
     """Return an empty table, figures to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 1))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index in left else "right", no_wrap=index > 0, overflow="fold")
+        table.add_column(column, justify="left" if index in left else "right", no_wrap=index > 0, overflow="fold", min_width=0 if index else 16)
     return table
 
 
@@ -150,7 +150,7 @@ def _path(report: Report) -> Table:
     step = report.path_step
     table = _table(
         f"Critical path of step {step.step} ({seconds(step.wall_s)})",
-        "at", "stage", "takes", "limited by", "its own time", "units", "tokens", left=(1, 3),
+        "at", "stage", "takes", "limited by", "own time", "units", "tokens", left=(1, 3),
     )  # fmt: skip
     for leg in report.path:
         units = f"{leg.num_units} in {seconds(leg.units_s)}" if leg.num_units else "–"
@@ -169,7 +169,7 @@ def _path(report: Report) -> Table:
 def _work(report: Report) -> Table:
     table = _table(
         "Who works and who waits, seconds of a step",
-        "stage", "process", "busy", "no core", "waiting", "idle", "absent", "cores", "tokens", left=(0, 1),
+        "stage, process", "busy", "no core", "waiting", "idle", "absent", "cores", "tokens", left=(0,),
     )  # fmt: skip
     table.caption = (
         "busy: some core in use; no core: work to do, but others have the cores; waiting: in a unit of work, neither (other "
@@ -178,10 +178,10 @@ def _work(report: Report) -> Table:
     )
     table.caption_justify = "left"
     for stage, rows in shown_shares(report).items():
-        for index, row in enumerate(rows):
+        table.add_row(stage)
+        for row in rows:
             table.add_row(
-                "" if index else stage,
-                row.process,
+                f"  {row.process}",
                 seconds(row.busy_s) if row.cpu_s is not None else "?",
                 seconds(row.queued_s) if row.cpu_s is not None else "",
                 seconds(row.waiting_s) if row.cpu_s is not None else "",
@@ -195,7 +195,7 @@ def _work(report: Report) -> Table:
 
 def _balance(report: Report) -> Table:
     table = _table(
-        "Balance of the ranks", "stage", "most has", "by", "most/mean", "of tokens", "lost a step", left=(0, 1, 2)
+        "Balance of the ranks", "stage", "most has", "by", "ratio", "tokens", "lost", left=(0, 1, 2)
     )
     for row in report.imbalances:
         table.add_row(
@@ -212,7 +212,7 @@ def _balance(report: Report) -> Table:
 def _captures(report: Report) -> Iterator[RenderableType]:
     table = _table(
         "Captures of the torch tool",
-        "capture", "process", "step", "time", "compute", "communication alone", "neither", "memory peak", left=(0, 1),
+        "capture", "process", "step", "time", "compute", "comm. alone", "neither", "peak", left=(0, 1),
     )  # fmt: skip
     for capture in report.captures:
         wall = capture.wall_s or 1.0
