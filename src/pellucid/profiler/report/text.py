@@ -105,7 +105,9 @@ def _table(title: str, *columns: str, left: Iterable[int] = (0,)) -> Table:
     """Return an empty table, figures to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 1))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index in left else "right", no_wrap=index > 0, overflow="fold", min_width=0 if index else 16)
+        justify = "left" if index in left else "right"
+        min_width = 16 if column == "stage" else 0
+        table.add_column(column, justify=justify, no_wrap=index > 0, overflow="fold", min_width=min_width)
     return table
 
 
