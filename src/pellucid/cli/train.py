@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pellucid.config import RunConfig, load_config
 from pellucid.console import console, error_console, log_to, notice
+from pellucid.controller.recording import run_recorded, say_if_recorded
 from pellucid.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,9 +28,12 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
         SystemExit: 128 + n when a signal stopped the run, 1 when NaN, Inf or a stall did.
     """
     loaded = load_config(recipe, overrides)
+    config = loaded.config
+    if config.global_profiler.steps and (status := run_recorded(config, ["train", str(recipe), *overrides])) is not None:
+        sys.exit(status)
+    recorded = say_if_recorded()
     for line in loaded.notices:
         notice(line)
-    config = loaded.config
     console.print(f"run directory: {config.trainer.default_local_dir}", markup=False)
 
     from pellucid import devices
@@ -70,7 +74,8 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
         try:
             _train(config, loaded.yaml, run_dir, inputs, checkpoint, done)
         finally:
-            finish(config, run_dir.path)
+            if not recorded:
+                finish(config, run_dir.path)
 
 
 def _train(

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from pellucid import devices
 from pellucid.config import RunConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig
 from pellucid.console import console, error_console, notice
@@ -33,7 +32,7 @@ def manifest_folder(run_dir: Path) -> Path:
     return run_dir.absolute() / "profile"
 
 
-def _save_folder(save_path: str | None, run_dir: Path) -> Path:
+def save_folder(save_path: str | None, run_dir: Path) -> Path:
     """Return where captures go."""
     return Path(save_path).absolute() if save_path else manifest_folder(run_dir)
 
@@ -54,7 +53,7 @@ def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str],
         wanted = profiler.tool == "nsys" and not roles
     if wanted and profiler.tool is not None:
         discrete = any(section.captures_stages for section in config.profilers.values() if section.enable)
-        chosen["controller"] = RoleRequest(profiler.tool, _save_folder(profiler.save_path, run_dir), discrete)
+        chosen["controller"] = RoleRequest(profiler.tool, save_folder(profiler.save_path, run_dir), discrete)
     return _request(config, run_dir, "controller", POOL if roles else "controller", 0, 1, chosen, device)
 
 
@@ -96,7 +95,7 @@ def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], ran
         windows = _windows(name, section)
         # A schedule without a stage of this role, as one that follows the actor may have, captures nothing of it.
         if selected and section.tool is not None and (windows or section.discrete or not section.captures_stages):
-            folder = _save_folder(section.save_path, run_dir)
+            folder = save_folder(section.save_path, run_dir)
             requests[name] = RoleRequest(section.tool, folder, section.discrete, windows, section.tool_config)
     return requests
 
@@ -126,6 +125,8 @@ def check_tools(config: RunConfig) -> RunConfig:
     profiler = config.global_profiler
     if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
         return config
+    from pellucid import devices  # brings torch, which what only reads requests does without
+
     device = devices.choose_device(config.trainer.device).type
     for name, section in config.profilers.items():
         if not section.enable or section.tool is None:
@@ -299,7 +300,7 @@ def finish(config: RunConfig, run_dir: Path) -> None:
     if manifest.files:
         console.print(f"profile: {path}\n  pellucid profile report {run_dir}", markup=False)
     if (command := config.global_profiler.finish_hook_cmd) is not None:
-        saved = _save_folder(config.global_profiler.save_path, run_dir)
+        saved = save_folder(config.global_profiler.save_path, run_dir)
         _run_hook(command, config.global_profiler.finish_hook_timeout_s, run_dir, saved, path)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pellucid.rundir import atomic_write
 
-JOURNALS, MANIFEST = ".journals", "manifest.json"
+JOURNALS, MANIFEST, VERSION = ".journals", "manifest.json", 1
 
 
 @dataclass(slots=True)
@@ -33,6 +33,10 @@ class ProfileFile:
     num_ranks: int
     pid: int
     process: str
+    host: str = ""
+    """Machine that wrote it; another's may be out of this one's sight."""
+    call: int = 1
+    """Which run of the stage within the step."""
     window: int = 1
     """Cycle of the schedule."""
     units: dict[str, Any] | None = None
@@ -53,6 +57,10 @@ class ProfileFailure:
     rank: int
     tool: str
     process: str
+    final: bool = False
+    """Nothing more is captured with this tool, or in this process."""
+    missing: bool = False
+    """The process said nothing: the controller found no file."""
 
 
 @dataclass(slots=True)
@@ -72,7 +80,7 @@ class Manifest:
     def write(self, folder: Path) -> Path:
         """Write `manifest.json` and return its path."""
         content = {
-            "version": 1,
+            "version": VERSION,
             "request": self.request,
             "steps": {"requested": self.requested, "profiled": self.profiled},
             "files": [asdict(file) for file in self.files],
@@ -84,19 +92,28 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the manifest of a folder; an empty one where there is none."""
+        """Read the manifest of a folder; an empty one where there is none.
+
+        Raises:
+            ValueError: it is no manifest, or one of another version.
+        """
         path = folder / MANIFEST
         if not path.exists():
             return cls()
         content = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            content["request"],
-            content["steps"]["requested"],
-            content["steps"]["profiled"],
-            [ProfileFile(**file) for file in content["files"]],
-            [ProfileFailure(**failure) for failure in content["failures"]],
-            content["complete"],
-        )
+        try:
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']}, and {VERSION} is read")
+            return cls(
+                content["request"],
+                content["steps"]["requested"],
+                content["steps"]["profiled"],
+                [ProfileFile(**file) for file in content["files"]],
+                [ProfileFailure(**failure) for failure in content["failures"]],
+                content["complete"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 class Journal:
@@ -125,12 +142,13 @@ def read_journals(folder: Path) -> tuple[list[ProfileFile], list[ProfileFailure]
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 [(kind, values)] = json.loads(line).items()
-            except json.JSONDecodeError:  # the process was killed while it wrote
+                entry = (ProfileFile if kind == "file" else ProfileFailure)(**values)
+            except (ValueError, TypeError, AttributeError):  # the process was killed while it wrote, or is of another version
                 continue
-            if kind == "file":
-                files[values["path"]] = ProfileFile(**values)
+            if isinstance(entry, ProfileFile):
+                files[entry.path] = entry
             else:
-                failures.append(ProfileFailure(**values))
+                failures.append(entry)
     order = sorted(files.values(), key=lambda file: (file.step, file.started_at))
     return order, failures
 

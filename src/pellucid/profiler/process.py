@@ -5,6 +5,8 @@ work. Outside of profiled steps it only records spans.
 """
 
 import shutil
+import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,11 +21,13 @@ from pellucid.profiler.request import ProcessRequest, RoleRequest
 from pellucid.profiler.spans import SpanRecorder
 from pellucid.profiler.tools import Capture, Tool, tool_class
 from pellucid.profiler.window import Phase, Window
-from pellucid.stages import ROLE_OF, Stage, Unit
+from pellucid.stages import ROLE_OF, UNITS_OF, Stage, Unit
 
 Result = TypeVar("Result")
-MIN_FREE_BYTES = 64 * 1024**2
-"""Space that a capture may need on the disk, before one has shown what they take."""
+WRITE = "write_profile"
+"""Span of what profiling itself takes: to start tools, and to write files."""
+MIN_FREE_BYTES, PLAIN_RATIO = 256 * 1024**2, 16
+"""Space that a capture may need on the disk before one has shown what they take, and by how much traces shrink in the end."""
 
 
 class ProfilerError(RuntimeError):
@@ -38,9 +42,10 @@ class _Open:
     role: RoleRequest
     tool: Tool
     started_at: float
-    first_unit: int = 0
     collecting: bool = True
     """False while it warms up."""
+    marks: bool = True
+    """False once the tool has failed to mark a range."""
 
 
 class ProcessProfiler:
@@ -50,10 +55,17 @@ class ProcessProfiler:
         spans: the process's span recorder.
         request: what is to be captured here; None: nothing.
         say: shows a line to the user, or logs it.
+        on_write: called before files are written, which may take minutes without a sign of life.
     """
 
-    def __init__(self, spans: SpanRecorder, request: ProcessRequest | None, say: Callable[[str], None]) -> None:
-        self.spans, self.request, self._say = spans, request, say
+    def __init__(
+        self,
+        spans: SpanRecorder,
+        request: ProcessRequest | None,
+        say: Callable[[str], None],
+        on_write: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.spans, self.request, self._say, self._on_write = spans, request, say, on_write
         self.at: tuple[Stage, int] | None = None
         """The stage that is running, and its step."""
         self.ran: set[Stage] = set()
@@ -67,32 +79,28 @@ class ProcessProfiler:
         self._calls: Counter[Stage] = Counter()
         """How often each stage has been captured in this step."""
         self._num_captures, self._bytes, self._largest = 0, 0, 0
-        self._stopped = False
-        """Nothing more is captured: the budget is spent, or a tool does not work here."""
+        self.writing = False
+        """Whether a tool writes its files at this moment."""
+        self._in_mini_batch = False
+        self._spent = False
+        """Nothing more is captured: the budget is spent."""
+        self._broken: set[str] = set()
+        """Tools that do not work here."""
         self._journal = None if request is None else Journal(request.journal, request.process)
-
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Enclose a step; a capture in it is written however the block ends."""
-        self.begin_step(step)
-        try:
-            yield
-        finally:
-            self.end_step(step)
 
     def begin_step(self, step: int) -> None:
         """Begin to capture, if this is one of the steps asked for."""
         self.ran.clear()
         request = self.request
-        if request is None or step not in request.steps or self._stopped:
+        if request is None or step not in request.steps:
             return
         self._step = step
         self._calls.clear()
         if self._open is None and (role := request.whole_step) is not None:
             self._start(role, request.group, None)
 
-    def end_step(self, step: int, *, last: bool = False) -> None:
-        """Write what is captured, unless the next step shares the capture and this is not the `last` of the run."""
+    def end_step(self, step: int, *, last: bool) -> None:
+        """Write what is captured, unless the next step shares the capture and this one is not the `last` that runs."""
         request = self.request
         if self._step is None or request is None:
             return
@@ -110,7 +118,7 @@ class ProcessProfiler:
         before, self.at = self.at, (stage, step)
         self.ran.add(stage)
         try:
-            with self.spans.span(stage, step=step), self._captured(stage):
+            with self._captured(stage), self.spans.span(stage, step=step), self._range(stage):
                 yield
         finally:
             self.at = before
@@ -118,49 +126,70 @@ class ProcessProfiler:
     @contextmanager
     def _captured(self, stage: Stage) -> Iterator[None]:
         role = None
-        if self._step is not None and self.request is not None and not self._stopped:
+        if self._step is not None and self.request is not None and self._open is None:
             role = self.request.roles.get(ROLE_OF.get(stage, ""))
-        if role is not None:
-            self._calls[stage] += 1
-        if role is not None and (window := role.windows.get(stage)) is not None:
+        if role is None or not (role.discrete or stage in role.windows):
+            yield
+            return
+        self._calls[stage] += 1
+        if (window := role.windows.get(stage)) is not None:
             self._sampler = _Sampler(self, stage, role, window)
-            try:
-                yield
-            finally:
-                sampler, self._sampler = self._sampler, None
-                sampler.finish()
-        elif role is not None and role.discrete:
-            self._start(role, ROLE_OF[stage], stage)
-            try:
-                with self._range(stage):
-                    yield
-            finally:
-                self._stop()
         else:
-            with self._range(stage):
-                yield
+            self._start(role, ROLE_OF[stage], stage)
+        try:
+            yield
+        finally:
+            sampler, self._sampler = self._sampler, None
+            if sampler is None:
+                self._stop()
+            else:
+                sampler.finish()
 
     @contextmanager
     def unit(self, unit: Unit, **args: str | int | float) -> Iterator[None]:
         """Enclose a unit of work; see `Probe`. Passes and mini-batches are spans, decoding steps are too many for that."""
-        sampler = self._sampler if self._sampler is not None and self._sampler.window.unit is unit else None
+        sampler = self._sampler if self._counts(unit) else None
         if sampler is not None:
             sampler.before()
         shown: AbstractContextManager[None] = nullcontext()
         if unit is not Unit.DECODE_STEP and self.at is not None:
             stage, step = self.at
             shown = self.spans.detail(unit, stage=stage, step=step, **args)
+        outside, self._in_mini_batch = self._in_mini_batch, self._in_mini_batch or unit is Unit.MINI_BATCH
         try:
             with shown, self._range(unit):
                 yield
         finally:
+            self._in_mini_batch = outside
             if sampler is not None:
                 sampler.after()
 
-    def _range(self, name: str) -> AbstractContextManager[object]:
-        """Return a range in the capture that is being taken."""
+    def _counts(self, unit: Unit) -> bool:
+        """Tell whether a unit is one of those that the schedule in hand counts.
+
+        Of an update's passes only those within a mini-batch do: some losses take one more, forward alone, to choose tokens.
+        """
+        sampler = self._sampler
+        if sampler is None or sampler.window.unit is not unit:
+            return False
+        return unit is not Unit.MICRO_BATCH or self._in_mini_batch or Unit.MINI_BATCH not in UNITS_OF[sampler.stage]
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        """Show the enclosed block as a range in the capture that is being taken."""
         opened = self._open
-        return nullcontext() if opened is None or not opened.collecting else opened.tool.range(name)
+        if opened is None or not opened.collecting or not opened.marks:
+            yield
+            return
+        context = opened.tool.range(name)
+        opened.marks = self._attempt("mark a range", opened.capture, opened.role, lambda: (context.__enter__(), True)[1]) is True
+        entered = opened.marks
+        try:
+            yield
+        finally:
+            if entered:
+                left = self._attempt("mark a range", opened.capture, opened.role, lambda: not context.__exit__(None, None, None))
+                opened.marks = opened.marks and left is True
 
     def _start(
         self, role: RoleRequest, name: str, stage: Stage | None, window: int = 1, *, warm_up: bool = False
@@ -168,12 +197,16 @@ class ProcessProfiler:
         """Begin a capture, or its warm-up; return whether that worked."""
         request = self.request
         assert request is not None and self._step is not None and self._open is None
+        if self._spent or role.tool in self._broken:
+            return False
         folder = role.folder / f"rollout_replica{request.rank}" if stage is Stage.ROLLOUT_GENERATE else role.folder
         capture = self._capture(folder, name, stage, window)
-        if self._stopped or not self._has_room(capture, role):
+        if not self._has_budget(capture, role):
             return False
 
-        def begin() -> _Open:
+        def begin() -> _Open | None:
+            if not self._has_room(capture, role):
+                return None
             folder.mkdir(parents=True, exist_ok=True)
             tool = self._tool(role)
             if stage is Stage.ROLLOUT_GENERATE:
@@ -181,7 +214,8 @@ class ProcessProfiler:
             (tool.warm_up if warm_up else tool.start)(capture)
             return _Open(capture, role, tool, time.time(), collecting=not warm_up)
 
-        self._open = self._attempt("start", capture, role, begin)
+        with self.spans.detail(WRITE, step=self._step):
+            self._open = self._attempt("start", capture, role, begin)
         self._num_captures += self._open is not None
         return self._open is not None
 
@@ -223,16 +257,20 @@ class ProcessProfiler:
         opened, self._open = self._open, None
         if opened is None or self.request is None:
             return []
-        capture = opened.capture
-        paths = self._attempt("stop", capture, opened.role, opened.tool.stop)
-        if paths is None or not opened.collecting:
+        capture, ended_at = opened.capture, time.time()
+        self._on_write()
+        self.writing = True
+        try:
+            with self.spans.detail(WRITE, step=capture.step):
+                sizes = self._attempt("stop", capture, opened.role, lambda: _sizes(opened.tool.stop()))
+        finally:
+            self.writing = False
+        if sizes is None or not opened.collecting:
             return []
-        entries: list[ProfileFile] = []
-        written = 0
-        for path in plain_files(paths):
-            size = path.stat().st_size if path.exists() else None
-            written += size or 0
-            entry = ProfileFile(
+        if not sizes:
+            self._fail(capture, opened.role, f"{opened.role.tool} wrote no file")
+        entries = [
+            ProfileFile(
                 path=shown_path(path, self.request.journal.parent),
                 bytes=size,
                 tool=opened.role.tool,
@@ -243,60 +281,86 @@ class ProcessProfiler:
                 num_ranks=capture.num_ranks,
                 pid=capture.pid,
                 process=self.request.process,
+                host=socket.gethostname(),
+                call=capture.call,
                 window=capture.window,
                 units=units,
                 started_at=opened.started_at,
-                duration_s=round(time.time() - opened.started_at, 6),
+                duration_s=round(ended_at - opened.started_at, 6),
             )
+            for path, size in sizes.items()
+        ]
+        for entry in entries:
             self._write_down(entry)
-            entries.append(entry)
-        if not paths:
-            self._fail(capture, opened.role, f"{opened.role.tool} wrote no file")
+        written = sum(size or 0 for size in sizes.values())
         self._bytes, self._largest = self._bytes + written, max(self._largest, written)
         return entries
 
+    def _has_budget(self, capture: Capture, role: RoleRequest) -> bool:
+        """Tell whether another capture like the largest so far fits the budget."""
+        assert self.request is not None
+        limit = self.request.max_bytes
+        if self._bytes + self._largest <= limit:
+            return True
+        self._spent = True
+        more = f", and another capture takes {_megabytes(self._largest)}" if self._bytes <= limit else ""
+        spent = f"global_profiler.max_bytes ({_megabytes(limit)}) is spent: {_megabytes(self._bytes)} written{more}"
+        self._fail(capture, role, f"{spent}; nothing more is captured", final=True)
+        return False
+
     def _has_room(self, capture: Capture, role: RoleRequest) -> bool:
-        """Tell whether another capture like the largest so far fits the budget and the disk."""
-        request = self.request
-        assert request is not None
-        if self._bytes + self._largest > request.max_bytes:
-            self._stopped = True
-            limit, wrote = _megabytes(request.max_bytes), _megabytes(self._bytes)
-            more = f", and another capture takes {_megabytes(self._largest)}" if self._bytes <= request.max_bytes else ""
-            reason = f"global_profiler.max_bytes ({limit}) is spent: {wrote} written{more}; nothing more is captured"
-            self._fail(capture, role, reason)
-            return False
+        """Tell whether another capture like the largest so far fits on the disk, plain before it is compressed."""
         existing = next(folder for folder in (role.folder.absolute(), *role.folder.absolute().parents) if folder.exists())
         free = shutil.disk_usage(existing).free
-        if free < max(2 * self._largest, MIN_FREE_BYTES):
-            self._fail(capture, role, f"only {_megabytes(free)} are left on the disk of {existing}; this capture is left out")
-            return False
-        return True
+        if free >= max(PLAIN_RATIO * self._largest, MIN_FREE_BYTES):
+            return True
+        self._fail(capture, role, f"only {_megabytes(free)} are left on the disk of {existing}; this capture is left out")
+        return False
 
     def _attempt(self, doing: str, capture: Capture, role: RoleRequest, action: Callable[[], Result]) -> Result | None:
         """Do what a tool does; what it raises is said and written down, and ends the run only under `strict`."""
         assert self.request is not None
+        ending = sys.exception() is not None
         try:
             return action()
+        except ProfilerError:
+            raise
         except Exception as error:
-            if isinstance(error, UserError):
-                self._stopped = True  # it will not work the next time, either
-                reason = str(error)
-            else:
-                reason = f"{role.tool} failed to {doing}: {type(error).__name__}: {error}"
-            self._fail(capture, role, reason)
-            if self.request.strict:
+            wrong = isinstance(error, UserError)  # it will not work the next time, either
+            if wrong:
+                self._broken.add(role.tool)
+            reason = str(error) if wrong else f"{role.tool} failed to {doing}: {type(error).__name__}: {error}"
+            self._fail(capture, role, reason, final=wrong, ending=True)
+            if self.request.strict and not ending:
                 raise ProfilerError(f"{reason} (global_profiler.strict ends the run)") from error
             return None
 
-    def _fail(self, capture: Capture, role: RoleRequest, reason: str) -> None:
+    def _fail(
+        self, capture: Capture, role: RoleRequest, reason: str, *, final: bool = False, ending: bool | None = None
+    ) -> None:
+        """Say and write down what went wrong.
+
+        Args:
+            capture: what it was to be.
+            role: whose.
+            reason: for the user.
+            final: nothing more is captured with this tool, or at all.
+            ending: whether an exception is on its way already, which must not be replaced; None finds out.
+
+        Raises:
+            ProfilerError: under `strict`, unless something else ends the run.
+        """
         assert self.request is not None
+        if ending is None:
+            ending = sys.exception() is not None
         failure = ProfileFailure(
-            reason, capture.step, capture.stage, capture.role, capture.rank, role.tool, self.request.process
+            reason, capture.step, capture.stage, capture.role, capture.rank, role.tool, self.request.process, final=final
         )
         self._write_down(failure)
         where = "the whole step" if capture.stage is None else capture.stage
         self._say(f"profiling step {capture.step}, {where}, rank {capture.rank}: {reason}")
+        if self.request.strict and not ending:
+            raise ProfilerError(f"{reason} (global_profiler.strict ends the run)")
 
     def _write_down(self, entry: ProfileFile | ProfileFailure) -> None:
         assert self._journal is not None
@@ -311,7 +375,7 @@ class _Sampler:
 
     def __init__(self, profiler: ProcessProfiler, stage: Stage, role: RoleRequest, window: Window) -> None:
         self.window = window
-        self._profiler, self._stage, self._role = profiler, stage, role
+        self._profiler, self.stage, self._role = profiler, stage, role
         self._index, self._first = -1, 0
         self._failed = False
         self._files: list[ProfileFile] = []
@@ -327,7 +391,7 @@ class _Sampler:
             self._first = self._index
             cycle = self.window.cycle(self._index)
             warm_up = phase is Phase.WARM_UP
-            self._failed = not profiler._start(self._role, ROLE_OF[self._stage], self._stage, cycle, warm_up=warm_up)
+            self._failed = not profiler._start(self._role, ROLE_OF[self.stage], self.stage, cycle, warm_up=warm_up)
         elif phase is Phase.ACTIVE and not opened.collecting:
             self._first = self._index
             self._failed = not profiler._collect(opened)
@@ -338,24 +402,28 @@ class _Sampler:
             self._close()
 
     def finish(self) -> None:
-        """The stage has ended: say so if it was over before the first cycle was."""
+        """The stage has ended: say so if it was over before the window was."""
+        window, num_units, early = self.window, self._index + 1, sys.exception() is not None
         self._close()
-        window, num_units = self.window, self._index + 1
         for file in self._files:
             assert file.units is not None
             file.units["of"] = num_units
             self._profiler._write_down(file)
-        missing = window.first_active + (window.active or 1) - num_units
-        if missing > 0 and not self._failed:
-            capture = self._profiler._capture(self._role.folder, ROLE_OF[self._stage], self._stage)
-            wanted = f"{window} of {window.unit}"
-            reason = f"the schedule ({wanted}) asks for {missing} more units than the stage has ({num_units})"
+        if num_units < window.num_units and not self._failed:
+            capture = self._profiler._capture(self._role.folder, ROLE_OF[self.stage], self.stage)
+            ended = "ended early, after" if early else "has only"
+            reason = f"the schedule ({window} of {window.unit}) asks for {window.num_units} units, and the stage {ended} {num_units}"
             self._profiler._fail(capture, self._role, reason)
 
     def _close(self) -> None:
         count = self._index + 1 - self._first
         units = {"unit": str(self.window.unit), "first": self._first, "count": count}
         self._files += self._profiler._stop(units)
+
+
+def _sizes(paths: list[Path]) -> dict[Path, int | None]:
+    """Return the size of each file among `paths` and in their folders; None where it is not there yet."""
+    return {path: path.stat().st_size if path.exists() else None for path in plain_files(map(Path, paths))}
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -50,9 +50,11 @@ class Window:
         return (index - self.skip_first) // (self.wait + self.warmup + self.active) + 1
 
     @property
-    def first_active(self) -> int:
-        """Index of the first captured unit."""
-        return self.skip_first + self.wait + self.warmup
+    def num_units(self) -> int:
+        """Units that a stage must have for all that is asked for; of cycles without end, for the first."""
+        if self.active is None:
+            return self.skip_first + 1
+        return self.skip_first + max(self.repeat, 1) * (self.wait + self.warmup + self.active)
 
     def _position(self, index: int) -> int | None:
         """Return where in its cycle a unit is, or None outside of all cycles."""
@@ -66,4 +68,5 @@ class Window:
 
     def __str__(self) -> str:
         parts = [f"{name} {value}" for name, value in (("skip_first", self.skip_first), ("wait", self.wait), ("warmup", self.warmup)) if value]
-        return ", ".join([*parts, f"active {'to the end' if self.active is None else self.active}"])
+        again = [f"repeat {self.repeat}"] if self.repeat != 1 and self.active is not None else []
+        return ", ".join([*parts, f"active {'to the end' if self.active is None else self.active}", *again])

@@ -115,8 +115,8 @@ class Cluster:
             ) from error
         return group
 
-    def options(self, pool: Pool, rank: int) -> dict[str, Any]:
-        """Return the Ray options of an actor that is this rank."""
+    def options(self, pool: Pool, rank: int, python: str | None = None) -> dict[str, Any]:
+        """Return the Ray options of an actor that is this rank; `python` is a command that starts it in place of Ray's own."""
         strategy = PlacementGroupSchedulingStrategy(
             self._groups[pool.name], placement_group_bundle_index=rank // pool.ranks_per_node
         )
@@ -126,6 +126,8 @@ class Cluster:
             "max_restarts": 0,
             "runtime_env": {"env_vars": devices.ONE_ARENA | (_LOOPBACK if self.is_local else {})},
         }
+        if python is not None:
+            options["runtime_env"]["py_executable"] = python
         if self.device == "cuda":
             options["num_gpus"] = 1
         elif self.device == "npu":

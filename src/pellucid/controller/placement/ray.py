@@ -26,6 +26,7 @@ from pellucid.controller.placement.proxies import (
 from pellucid.controller.placement.wire import SharedTensors
 from pellucid.controller.placement.worker import RankSpec, RankWorker
 from pellucid.controller.profiling import rank_request
+from pellucid.controller.recording import RecordedRanks, start_unrecorded_children
 from pellucid.profiler.process import ProcessProfiler
 from pellucid.profiler.request import ProcessRequest
 from pellucid.rundir import RunDir
@@ -50,8 +51,12 @@ class RayPlacement:
         self.profile_requests: list[ProcessRequest] = []
         with contextlib.ExitStack() as opened:
             self._meeting = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="pellucid-")))
+            start_unrecorded_children()
             self._cluster = Cluster(config, pools)
             opened.callback(self._cluster.close)
+            self._recorded = RecordedRanks(config, run_dir.path, self._cluster.device)
+            # Ray's end would end nsys, too, in the middle of its files.
+            opened.callback(lambda: self._recorded.finish(all_here=self._cluster.is_local))
             shared = SharedTensors(ray)
             for pool in pools:
                 self._groups[pool.name] = self._start(pool, shared, heartbeat)
@@ -102,7 +107,8 @@ class RayPlacement:
                 device=self._cluster.device,
                 profile=profile,
             )
-            actor = worker.options(**self._cluster.options(pool, rank)).remote(spec)
+            python = self._recorded.python(f"{pool.name}_rank_{rank}", profile)
+            actor = worker.options(**self._cluster.options(pool, rank, python)).remote(spec)
             members.append(Member(spec.name, actor, spec.log))
         console.print(
             f"starting {pool.num_ranks} rank{'s' * (pool.num_ranks > 1)} for {', '.join(pool.roles)} "

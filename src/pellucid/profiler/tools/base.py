@@ -89,3 +89,13 @@ class Tool(Protocol):
         Files that another process writes only later, as nsys does, are returned by their future names.
         """
         ...
+
+
+def free_path(path: Path) -> Path:
+    """Return `path`, or one like it that no file has yet: folders may be shared, and process ids come again."""
+    stem, ends = path.name.partition(".")[0], "".join(path.suffixes)
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{stem}-{number}{ends}")
+    return path

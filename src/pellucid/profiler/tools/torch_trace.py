@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler.profiler import _KinetoProfile
 
 from pellucid.errors import UserError
-from pellucid.profiler.tools.base import Capture, ToolSettings
+from pellucid.profiler.tools.base import Capture, ToolSettings, free_path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without it every start and stop is a line on the console
 _INJECTED = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
@@ -39,8 +39,14 @@ class TorchTool:
         """See `Tool.check`.
 
         Raises:
-            UserError: another profiler holds CUPTI, through which kernels are seen.
+            UserError: another profiler holds CUPTI, through which kernels are seen; or there is nothing to collect.
         """
+        if settings.device != "cuda" and set(settings.role_options.torch.contents) & {"cpu", "cuda"} == {"cuda"}:
+            raise UserError(
+                "tool_config.torch.contents",
+                f"asks for cuda alone, and the run is on {settings.device}: nothing would be collected.",
+                "Add cpu, or leave the list empty.",
+            )
         holder = next((name for name in _INJECTED if name in os.environ), None)
         if settings.device == "cuda" and holder is not None:
             raise UserError(
@@ -85,7 +91,7 @@ class TorchTool:
             profile.stop_trace()
             return []
         profile.stop_trace()
-        path = capture.folder / f"{capture.name}.json.gz"
+        path = free_path(capture.folder / f"{capture.name}.json.gz")
         plain, partial = path.with_suffix(".partial"), path.with_suffix(".partial.gz")
         try:
             profile.export_chrome_trace(str(plain))

@@ -1,0 +1,174 @@
+"""Recording with nsys: which processes of a run start under it, and what becomes of their files.
+
+`pellucid train` calls `run_recorded` before it loads anything; the Ray placement starts ranks with `RecordedRanks`.
+"""
+
+import os
+import shlex
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from pellucid.config import RunConfig
+from pellucid.console import console, error_console, notice
+from pellucid.controller.profiling import controller_request, finish, manifest_folder, save_folder
+from pellucid.errors import UserError
+from pellucid.profiler.manifest import JOURNALS
+from pellucid.profiler.nsys_command import (
+    NUM_TRIES,
+    OPTIONS_KEY,
+    RAW_PREFIX,
+    NsysCommand,
+    check_options,
+    has_cuda,
+    nsys_command,
+    num_captures,
+    own_nsys,
+)
+from pellucid.profiler.nsys_files import Finished
+from pellucid.profiler.nsys_files import finish as finish_files
+from pellucid.profiler.nsys_launch import supervise
+from pellucid.profiler.request import ProcessRequest
+from pellucid.rundir import RunDir
+
+_MAIN = "import sys; sys.argv[0] = 'pellucid'; from pellucid.cli.main import main; main()"
+_INJECTED = ("QUADD_", "NSYS_", "NVTX_INJECTION", "CUDA_INJECTION", "CUBLAS_NVTX", "CUBLASXT_NVTX", "CUPTI_")
+
+
+def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
+    """Run `pellucid` with these arguments under nsys, if the config wants this process recorded and nothing records it yet.
+
+    Returns:
+        The exit status of that run, whose files are in place; None: the caller is to go on itself.
+    """
+    run_dir = Path(config.trainer.default_local_dir)
+    command = _own_command(config, run_dir)
+    if command is None:
+        return None
+    for line in command.notices:
+        notice(line)
+    raw = _raw_folder(config, run_dir)
+    log = RunDir(run_dir).logs / "nsys.log"
+    program = [sys.executable, "-c", _MAIN, *arguments]
+    ended = supervise(command, raw / "controller.%p", program, log)
+    if not ended.started:
+        error_console.print(
+            f"nsys did not start the run (status {ended.status}); what it said is in {log}", style="red", markup=False
+        )
+    finished = finish_files(raw, manifest_folder(run_dir) / JOURNALS)
+    _tell(finished)
+    if (
+        finished.num_captures
+    ):  # otherwise the run did not come to that, and what earlier starts left has been dealt with
+        finish(config, run_dir)
+    return ended.status
+
+
+def say_if_recorded() -> bool:
+    """Tell whether `run_recorded` started this process, and so ends the run's profiling; say which process it is."""
+    nsys = own_nsys()
+    if nsys is None or not nsys.is_ours:
+        return False
+    console.print(f"controller: process {os.getpid()} on {socket.gethostname()}, recorded by nsys", markup=False)
+    return True
+
+
+def _own_command(config: RunConfig, run_dir: Path) -> NsysCommand | None:
+    """Return how the controller's process is to be started; None where it is not to be recorded, or is already."""
+    local = config.trainer.placement == "local"
+    request = controller_request(config, run_dir, tuple(config.profilers) if local else (), "cpu")
+    if config.trainer.val_only or not _wants_nsys(request) or own_nsys() is not None:
+        return None
+    options = config.global_profiler.global_tool_config.nsys
+    cuda = has_cuda(config.trainer.device)
+    try:
+        check_options(options, cuda=cuda)
+    except UserError:
+        return None  # `check_tools` finds the same, and says what follows from it
+    if local:
+        return _worker_command(config, request, cuda=cuda)
+    return nsys_command(
+        options.controller_nsight_options, f"{OPTIONS_KEY}.controller_nsight_options", cuda=cuda, num_captures=None
+    )
+
+
+def _worker_command(config: RunConfig, request: ProcessRequest | None, *, cuda: bool) -> NsysCommand:
+    assert request is not None
+    options = config.global_profiler.global_tool_config.nsys.worker_nsight_options
+    captures = num_captures(request, stages_repeat=config.algorithm.filter_groups.enable)
+    return nsys_command(options, f"{OPTIONS_KEY}.worker_nsight_options", cuda=cuda, num_captures=captures)
+
+
+def _wants_nsys(request: ProcessRequest | None) -> bool:
+    return request is not None and any(role.tool == "nsys" for role in request.roles.values())
+
+
+def _raw_folder(config: RunConfig, run_dir: Path) -> Path:
+    folder = save_folder(config.global_profiler.save_path, run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=RAW_PREFIX, dir=folder))
+
+
+def _tell(finished: Finished) -> None:
+    for problem in finished.problems:
+        error_console.print(f"profiling: {problem}", style="red", markup=False)
+    if finished.files:
+        console.print(f"nsys wrote {', '.join(map(str, finished.files))}", markup=False)
+
+
+class RecordedRanks:
+    """The ranks of one start of a Ray placement that are recorded."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, device: str) -> None:
+        self._config, self._run_dir, self._device = config, run_dir, device
+        self._raw: Path | None = None
+
+    def python(self, process: str, request: ProcessRequest | None) -> str | None:
+        """Return what Ray is to start a rank with in place of `python`; None where it is not recorded."""
+        if not _wants_nsys(request):
+            return None
+        command = _worker_command(self._config, request, cuda=self._device == "cuda")
+        for line in command.notices:
+            notice(line)
+        if self._raw is None:
+            self._raw = _raw_folder(self._config, self._run_dir)
+            self._raw.chmod(0o755)  # ranks may be other users' processes
+        return _shell_python(command.of(self._raw / f"{process}.%p", []), self._raw / f"{process}.started")
+
+    def finish(self, *, all_here: bool) -> None:
+        """Wait until nsys has written the files of the ranks, which have ended, and put them in place."""
+        if self._raw is not None:
+            _tell(finish_files(self._raw, manifest_folder(self._run_dir) / JOURNALS, all_here=all_here))
+            self._raw = None
+
+
+def _shell_python(under_nsys: list[str], started: Path) -> str:
+    """Return a command that starts Python under nsys; without nsys on its machine a rank works all the same, and says so."""
+    os.umask(umask := os.umask(0))  # nsys would let the rank write its files for all users
+    mark, python = shlex.quote(str(started)), shlex.quote(sys.executable)
+    inner = shlex.join(["sh", "-c", f'umask {umask:04o}; : >"$0"; exec "$@"', f"{started}"])
+    script = (
+        f'command -v nsys >/dev/null || exec {python} "$@"; '
+        f"for try in {' '.join(map(str, range(NUM_TRIES)))}; do "
+        f'{shlex.join(under_nsys)} {inner} {python} "$@"; status=$?; if [ -e {mark} ]; then exit $status; fi; done; exit $status'
+    )
+    return shlex.join(["sh", "-c", script, "sh"])
+
+
+def start_unrecorded_children() -> None:
+    """Let processes that are started from now on run outside of the nsys that records this one."""
+    if own_nsys() is None:
+        return
+    import nvtx
+
+    nvtx.mark("controller", domain="pellucid")  # connects this process itself, which needs the same variables
+    for name in [name for name in os.environ if name.startswith(_INJECTED)]:
+        del os.environ[name]
+    kept = [
+        part
+        for part in os.environ.pop("LD_PRELOAD", "").split(":")
+        if part and "nsight" not in part and "nsys" not in part
+    ]
+    if kept:
+        os.environ["LD_PRELOAD"] = ":".join(kept)
