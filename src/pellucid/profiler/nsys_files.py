@@ -6,9 +6,10 @@ A recorded process notes each capture beside the raw files as it begins, so that
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ import psutil
 
 from pellucid.profiler.manifest import Journal, ProfileFailure, ProfileFile, read_journals, shown_path
 from pellucid.profiler.nsys_command import OwnNsys
-from pellucid.profiler.tools.base import Capture
+from pellucid.profiler.tools.base import Capture, free_path
 
 REPORT, UNCONVERTED = ".nsys-rep", ".qdstrm"
 EXPORT_S, CONVERT_S, POLL_S = 600.0, 600.0, 0.1
@@ -38,19 +39,21 @@ class Finished:
 
 
 def note_capture(nsys: OwnNsys, capture: Capture) -> Path:
-    """Write down that a capture of this process begins, and return its future path without suffix."""
+    """Write down that a capture of this process begins, and return its future path."""
     number = next(_numbers)
     if nsys.output is None or not nsys.is_ours:
-        return nsys.output or Path.cwd() / "report1"
+        output = nsys.output or Path.cwd() / "report1"
+        return output.with_name(output.name + report_suffix())
     process = nsys.output.name.rpartition(".")[0]
     kind = "controller" if process == "controller" and nsys.capture_range is None else "worker"
     name = f"{kind}_process_{capture.pid}"
     if nsys.capture_range is not None:
         name += f".{capture.step if capture.stage is None else number}"
-    path = capture.folder.absolute() / name
+    path = free_path(capture.folder.absolute() / (name + report_suffix()))
     note = {"number": number, "path": str(path), "process": process, "started_at": time.time()}
-    note |= {"role": capture.role, "stage": capture.stage, "step": capture.step, "window": capture.window}
-    note |= {"rank": capture.rank, "num_ranks": capture.num_ranks, "pid": capture.pid}
+    note |= {"role": capture.role, "stage": capture.stage, "step": capture.step, "call": capture.call}
+    note |= {"window": capture.window, "rank": capture.rank, "num_ranks": capture.num_ranks, "pid": capture.pid}
+    note |= {"host": socket.gethostname()}
     with nsys.output.with_name(nsys.output.name + _NOTES).open("a", encoding="utf-8") as notes:
         notes.write(json.dumps(note) + "\n")
     return path
@@ -161,16 +164,14 @@ def _name(raw: Path, notes: dict[tuple[str, int], dict[str, Any]], journals: Pat
     if match is None:
         return
     stem, number = match[1], int(match[2] or 1)
-    process, _, pid = stem.rpartition(".")
-    kind = "controller" if process == "controller" else "worker"
-    own = [note for (of, _), note in notes.items() if of == stem]
-    note = next((note for note in own if note["number"] == number), None)
-    default = raw.parent.parent / (f"{kind}_process_{pid}" + (f".{match[2]}" if match[2] else ""))
-    target = default if note is None else Path(note["path"])
-    suffix = raw.suffix
-    if suffix == UNCONVERTED and (raw_report := _convert(raw, finished)) is not None:
-        raw, suffix = raw_report, REPORT
-    path = target.with_name(target.name + suffix)
+    note = notes.get((stem, number))
+    if note is None:  # recorded from start to end, and the run ended before the first step to profile
+        raw.unlink()
+        return
+    target = Path(note["path"])
+    if raw.suffix == UNCONVERTED:
+        raw = _convert(raw, finished) or raw
+    path = free_path(target.with_suffix(raw.suffix))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(raw, path)
@@ -178,9 +179,7 @@ def _name(raw: Path, notes: dict[tuple[str, int], dict[str, Any]], journals: Pat
         finished.problems.append(f"{raw} cannot become {path}: {error}")
         return
     finished.files.append(path)
-    # One file may hold several captures: all of a process that was recorded from start to end.
-    for entry in [each for each in own if each["path"] == str(target)] or ([note] if note else []):
-        _write_down(path, entry, journals)
+    _write_down(path, note, journals)
 
 
 def _convert(raw: Path, finished: Finished) -> Path | None:
@@ -208,27 +207,22 @@ def _convert(raw: Path, finished: Finished) -> Path | None:
 
 def _write_down(path: Path, note: dict[str, Any], journals: Path) -> None:
     """Add a file to the journal of its process, over what the process itself wrote of it, if it came to that."""
-    known = {file.path: file for file in read_journals(journals)[0]}
-    shown = shown_path(path, journals.parent)
-    size = path.stat().st_size
     values = {name: value for name, value in note.items() if name not in ("number", "path")}
-    entry = (
-        replace(known[shown], bytes=size)
-        if shown in known
-        else ProfileFile(path=shown, bytes=size, tool="nsys", **values)
-    )
-    Journal(journals, note["process"]).add(entry)
+    shown, size = shown_path(path, journals.parent), path.stat().st_size
+    known = {file.path: file for file in read_journals(journals)[0]}
+    # What a process that is recorded from start to end wrote last is of its last step, and the note of its first.
+    written = {"units": known[shown].units, "duration_s": known[shown].duration_s} if shown in known else {}
+    Journal(journals, note["process"]).add(ProfileFile(path=shown, bytes=size, tool="nsys", **values, **written))
 
 
 def _report_missing(notes: dict[tuple[str, int], dict[str, Any]], journals: Path, finished: Finished) -> None:
     """Say of which captures there is no file."""
-    written = {path.with_suffix("") for path in finished.files}
-    said = set()
+    seen = {path.stem for path in finished.files}
     for note in notes.values():
         path = Path(note["path"])
-        if path in written or path in said:
+        if path.stem in seen:
             continue
-        said.add(path)
+        seen.add(path.stem)
         reason = f"nsys wrote no file of {note['stage'] or 'the step'}: {path.name}"
         values = {name: note[name] for name in ("step", "stage", "role", "rank", "process")}
         Journal(journals, note["process"]).add(ProfileFailure(reason, tool="nsys", **values))

@@ -11,7 +11,7 @@ from typing import Any
 
 from pellucid.errors import UserError
 from pellucid.profiler.nsys_command import CAPTURE_RANGE, DOMAIN, OwnNsys, check_nsys, check_options, own_nsys
-from pellucid.profiler.nsys_files import note_capture, report_suffix
+from pellucid.profiler.nsys_files import note_capture
 from pellucid.profiler.tools.base import Capture, ToolSettings
 
 
@@ -72,7 +72,7 @@ class NsysTool:
             return []
         if self._nsys.capture_range == "cudaProfilerApi":
             _cudart().cudaProfilerStop()
-        return [self._path.with_name(self._path.name + report_suffix())]
+        return [self._path]
 
     def _open(self, name: str) -> None:
         """Open a range of the whole process: a capture may end in another thread than it began."""
