@@ -56,8 +56,9 @@ class Step:
         if profiler is None:
             self._stages(None)
             return
-        with profiler.step(self._number):
-            self._stages(profiler)
+        profiler.begin_step(self._number)
+        self._stages(profiler)
+        profiler.end_step(self._number, last=False)
 
     def _stages(self, profiler: ProcessProfiler | None) -> None:
         engine, head = self._setup.engine, LogProbHead(1.0, with_entropy=True)

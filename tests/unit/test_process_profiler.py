@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ class FailsToStop(TorchTool):
     def stop(self):
         super().stop()
         raise OSError(28, "No space left on device")
+
+
+class CannotMark(TorchTool):
+    """A tool whose ranges fail, and whose paths are texts."""
+
+    def range(self, name):
+        raise RuntimeError("no ranges here")
+
+    def stop(self):
+        return [str(path) for path in super().stop()]
 
 
 class NotHere(TorchTool):
@@ -58,11 +69,20 @@ def role_of(tmp_path: Path, tool: str = "torch", **options) -> RoleRequest:
     return RoleRequest(tool, tmp_path / "profile", **options)
 
 
+@contextmanager
+def in_step(profiler: ProcessProfiler, step: int, *, last: bool = False):
+    profiler.begin_step(step)
+    try:
+        yield
+    finally:
+        profiler.end_step(step, last=last)
+
+
 def run_steps(profiler: ProcessProfiler, steps: range, units: int = 4) -> None:
     for step in steps:
-        with profiler.step(step), profiler.stage(Stage.ACTOR_UPDATE, step):
+        with in_step(profiler, step), profiler.stage(Stage.ACTOR_UPDATE, step):
             for _ in range(units):
-                with profiler.unit(Unit.MICRO_BATCH, rows=1, tokens=8):
+                with profiler.unit(Unit.MINI_BATCH), profiler.unit(Unit.MICRO_BATCH, rows=1, tokens=8):
                     torch.ones(8, 8) @ torch.ones(8, 8)
 
 
@@ -89,7 +109,7 @@ def test_only_the_steps_asked_for_are_captured(tmp_path):
     run_steps(profiler, range(1, 5))
     [path] = files(tmp_path)
     assert path.name.startswith("actor_actor_update_step2_rank0-of-2_pid") and path.name.endswith(".json.gz")
-    assert ranges(path) == {"actor_update": 1, "micro_batch": 4} and not said
+    assert ranges(path) == {"actor_update": 1, "mini_batch": 4, "micro_batch": 4} and not said
     written, failures = journal(tmp_path)
     assert [(file.path, file.bytes) for file in written] == [(path.name, path.stat().st_size)] and not failures
 
@@ -99,7 +119,7 @@ def test_a_whole_step_holds_its_stages_as_ranges(tmp_path):
     run_steps(profiler, range(1, 4))
     [path] = files(tmp_path)
     assert path.name.startswith("policy_step_step2_")
-    assert ranges(path) == {"actor_update": 1, "micro_batch": 4}
+    assert ranges(path) == {"actor_update": 1, "mini_batch": 4, "micro_batch": 4}
 
 
 def test_neighbouring_steps_share_a_capture_where_that_is_asked_for(tmp_path):
@@ -116,7 +136,7 @@ def test_a_window_holds_exactly_its_units(tmp_path, warmup):
     profiler, said = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     run_steps(profiler, range(1, 4), units=7)
     [path] = files(tmp_path)
-    assert ranges(path) == {"micro_batch": 2} and not said
+    assert ranges(path)["micro_batch"] == 2 and not said
     [file], _ = journal(tmp_path)
     assert file.units == {"unit": "micro_batch", "first": 1 + warmup, "count": 2, "of": 7}
 
@@ -125,7 +145,7 @@ def test_each_cycle_is_a_file(tmp_path):
     window = Window(Unit.MICRO_BATCH, wait=1, active=2, repeat=2)
     profiler, _ = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     run_steps(profiler, range(2, 3), units=9)
-    assert [ranges(path) for path in files(tmp_path)] == [{"micro_batch": 2}] * 2
+    assert [ranges(path)["micro_batch"] for path in files(tmp_path)] == [2, 2]
     assert [(file.window, file.units["first"]) for file in journal(tmp_path)[0]] == [(1, 1), (2, 4)]
 
 
@@ -135,13 +155,28 @@ def test_a_stage_too_short_for_its_window_is_said(tmp_path, units, num_files):
     profiler, said = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     run_steps(profiler, range(2, 3), units=units)
     assert len(files(tmp_path)) == num_files
-    assert len(said) == 1 and f"asks for {5 - units} more units than the stage has ({units})" in said[0]
+    assert len(said) == 1 and f"asks for 5 units, and the stage has only {units}" in said[0]
+
+
+def test_cycles_that_are_missing_are_said(tmp_path):
+    window = Window(Unit.MICRO_BATCH, active=2, repeat=3)
+    profiler, said = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
+    run_steps(profiler, range(2, 3), units=5)
+    assert len(files(tmp_path)) == 3 and "asks for 6 units, and the stage has only 5" in said[0]
+
+
+def test_a_stage_that_an_exception_ends_is_not_called_short(tmp_path):
+    window = Window(Unit.MICRO_BATCH, active=4)
+    profiler, said = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}), strict=True)
+    with pytest.raises(ZeroDivisionError):
+        fail_in_a_stage(profiler)
+    assert len(files(tmp_path)) == 1 and "the stage ended early, after 1" in said[0]
 
 
 def test_other_units_and_other_stages_do_not_count(tmp_path):
     window = Window(Unit.MINI_BATCH, active=1)
     profiler, _ = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
-    with profiler.step(2):
+    with in_step(profiler, 2):
         with profiler.stage(Stage.ACTOR_COMPUTE_LOG_PROB, 2), profiler.unit(Unit.MINI_BATCH):
             torch.ones(2)
         with profiler.stage(Stage.ACTOR_UPDATE, 2), profiler.unit(Unit.MICRO_BATCH):
@@ -149,22 +184,91 @@ def test_other_units_and_other_stages_do_not_count(tmp_path):
     assert not files(tmp_path)
 
 
+def fail_in_a_stage(profiler: ProcessProfiler) -> None:
+    with in_step(profiler, 2), profiler.stage(Stage.ACTOR_UPDATE, 2):
+        with profiler.unit(Unit.MINI_BATCH), profiler.unit(Unit.MICRO_BATCH):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        raise ZeroDivisionError
+
+
 @pytest.mark.parametrize("discrete", [True, False])
 def test_an_exception_in_a_stage_loses_no_trace(tmp_path, discrete):
     profiler, _ = make(tmp_path, role_of(tmp_path, discrete=discrete))
-    with pytest.raises(ZeroDivisionError), profiler.step(2), profiler.stage(Stage.ACTOR_UPDATE, 2):
-        with profiler.unit(Unit.MICRO_BATCH):
-            torch.ones(8, 8) @ torch.ones(8, 8)
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        fail_in_a_stage(profiler)
     [path] = files(tmp_path)
     assert ranges(path)["micro_batch"] == 1
     run_steps(profiler, range(3, 5))
     assert files(tmp_path) == [path]
 
 
+def test_strict_never_hides_what_ends_the_run(tmp_path):
+    profiler, said = make(tmp_path, role_of(tmp_path, f"{HERE}:FailsToStop", discrete=True), strict=True)
+    with pytest.raises(ZeroDivisionError):
+        fail_in_a_stage(profiler)
+    assert "No space left" in said[0]
+
+
+def test_a_tool_that_cannot_mark_ranges_captures_all_the_same(tmp_path):
+    profiler, said = make(tmp_path, role_of(tmp_path, f"{HERE}:CannotMark", discrete=True))
+    run_steps(profiler, range(2, 3))
+    assert len(files(tmp_path)) == 1 and len(said) == 1 and "failed to mark a range: RuntimeError" in said[0]
+
+
+def test_strict_ends_the_run_when_the_budget_is_spent(tmp_path):
+    profiler, _ = make(tmp_path, steps=frozenset({1, 2}), max_bytes=1, strict=True)
+    with pytest.raises(ProfilerError, match="max_bytes"):
+        run_steps(profiler, range(1, 3))
+
+
+def test_the_last_step_of_the_run_is_written_though_the_next_would_share_its_capture(tmp_path):
+    profiler, _ = make(tmp_path, role_of(tmp_path), steps=frozenset({2, 3}), continuous=True)
+    with in_step(profiler, 2, last=True), profiler.stage(Stage.ACTOR_UPDATE, 2):
+        torch.ones(2)
+    assert len(files(tmp_path)) == 1
+
+
+def test_passes_of_an_update_outside_of_a_mini_batch_do_not_count(tmp_path):
+    window = Window(Unit.MICRO_BATCH)
+    profiler, _ = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
+    with in_step(profiler, 2), profiler.stage(Stage.ACTOR_UPDATE, 2):
+        with profiler.unit(Unit.MICRO_BATCH):
+            torch.ones(2).abs()
+        with profiler.unit(Unit.MINI_BATCH), profiler.unit(Unit.MICRO_BATCH):
+            torch.ones(2).neg()
+    trace = json.loads(gzip.decompress(files(tmp_path)[0].read_bytes()))
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert "aten::neg" in names and "aten::abs" not in names
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+    profiler, said = make(tmp_path, RoleRequest("torch", tmp_path / ("x" * 300), discrete=True))
+    run_steps(profiler, range(2, 3))
+    assert len(said) == 1 and "File name too long" in said[0]
+
+
+def test_a_file_of_another_start_is_not_replaced(tmp_path):
+    profiler, _ = make(tmp_path)
+    run_steps(profiler, range(2, 3))
+    other, _ = make(tmp_path)
+    run_steps(other, range(2, 3))
+    assert len(files(tmp_path)) == 2 and len(journal(tmp_path)[0]) == 2
+
+
+def test_a_stage_is_not_charged_for_the_writing_of_its_capture(tmp_path):
+    profiler, _ = make(tmp_path)
+    run_steps(profiler, range(2, 3))
+    profiler.spans.close()
+    events = spans(tmp_path)
+    [stage] = [event for event in events if event["name"] == "actor_update"]
+    writing = [event for event in events if event["name"] == "write_profile"]
+    assert len(writing) == 2
+    assert all(w["ts"] + w["dur"] <= stage["ts"] + 2 or stage["ts"] + stage["dur"] <= w["ts"] + 2 for w in writing)
+
+
 def test_a_repeated_stage_keeps_both_traces(tmp_path):
     profiler, _ = make(tmp_path)
-    with profiler.step(2):
+    with in_step(profiler, 2):
         for _ in range(2):
             with profiler.stage(Stage.ACTOR_UPDATE, 2):
                 torch.ones(2)
@@ -205,7 +309,7 @@ def test_a_full_disk_leaves_captures_out(tmp_path, monkeypatch):
 
 def test_rollouts_go_to_a_folder_for_each_engine(tmp_path):
     profiler, _ = make(tmp_path, name="rollout")
-    with profiler.step(2), profiler.stage(Stage.ROLLOUT_GENERATE, 2):
+    with in_step(profiler, 2), profiler.stage(Stage.ROLLOUT_GENERATE, 2):
         torch.ones(2)
     [path] = files(tmp_path)
     assert path.parent.name == "rollout_replica0"
@@ -216,7 +320,7 @@ def test_spans_carry_stage_step_and_processor_time(tmp_path):
     profiler, _ = make(tmp_path)
     run_steps(profiler, range(1, 2), units=1)
     profiler.spans.close()
-    about, micro, stage = spans(tmp_path)
+    about, micro, _, stage = spans(tmp_path)
     assert about["args"]["name"] == "policy rank 0"
     assert micro["name"] == "micro_batch" and micro["args"].items() >= {"stage": "actor_update", "step": 1, "tokens": 8}.items()
     assert stage["name"] == "actor_update" and stage["args"]["cpu_s"] >= micro["args"]["cpu_s"] >= 0
@@ -228,7 +332,7 @@ def test_a_resumed_timeline_stays_readable(tmp_path):
         profiler, _ = make(tmp_path)
         run_steps(profiler, range(1, 2), units=1)
         profiler.spans.close()
-    assert len(spans(tmp_path)) == 6
+    assert len(spans(tmp_path)) == 8
 
 
 def test_overlapping_calls_get_rows_of_their_own():

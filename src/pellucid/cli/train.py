@@ -40,12 +40,12 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     from pellucid.checkpoint_store import CheckpointStore
     from pellucid.controller.build import load_inputs, num_steps, print_plan
     from pellucid.controller.checkpointing import checkpoint_step, find_checkpoint
-    from pellucid.controller.profiling import check_tools, finish
+    from pellucid.controller.profiling import check_tools, finish, record_failures
     from pellucid.rundir import RunDir
 
     if config.trainer.ray_address is None:  # a cluster's devices are on other machines
         devices.choose_device(config.trainer.device)
-    config = check_tools(config)
+    config, unusable = check_tools(config)
     inputs = load_inputs(config)
     if not config.trainer.val_only:
         print_plan(config, len(inputs.train_prompts))
@@ -71,11 +71,13 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
                 markup=False,
             )
             _report_changes(run_dir, loaded.yaml)
+        began = time.time()
+        record_failures(run_dir.path, unusable)
         try:
             _train(config, loaded.yaml, run_dir, inputs, checkpoint, done)
         finally:
             if not recorded:
-                finish(config, run_dir.path)
+                finish(config, run_dir.path, since=began)
 
 
 def _train(

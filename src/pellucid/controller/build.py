@@ -6,7 +6,7 @@ Data and reward are checked before the plan is printed, the plan before the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from rich.table import Table
@@ -47,6 +47,9 @@ from pellucid.rundir import RunDir
 from pellucid.stages import Stage
 from pellucid.training.common.models import TokenPieces, model_folder
 from pellucid.types import Prompt
+
+WRITE_LIMIT_S = 3600.0
+"""How long writing captures may take without a sign of life before that is a stall."""
 
 
 @dataclass
@@ -132,9 +135,10 @@ class Run:
 
     def close(self) -> None:
         """End captures, the ranks and the timeline; scorer and trackers belong to who opened them."""
-        self.profiler.process.flush()
-        self.placement.close()
-        self.spans.close()
+        with ExitStack() as parts:  # each in turn, whatever happens in the others
+            parts.callback(self.spans.close)
+            parts.callback(self.placement.close)
+            parts.callback(self.profiler.process.flush)
 
 
 @dataclass
@@ -212,7 +216,12 @@ def build_run(
     )
     total_steps = num_steps(config, loader.steps_per_epoch)
     spans = SpanRecorder(run_dir.timeline / "controller.json")
-    profiler = ProcessProfiler(spans, _own_request(config, run_dir), lambda line: notice(line, style="red"))
+    profiler = ProcessProfiler(
+        spans,
+        _own_request(config, run_dir),
+        lambda line: notice(line, style="red"),
+        on_write=lambda: watchdog.put_off(WRITE_LIMIT_S),
+    )
     placement = place_roles(
         config, run_dir, inputs.tokenizer, inputs.policy_loss, total_steps, watchdog.renew, profiler
     )

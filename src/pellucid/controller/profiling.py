@@ -5,10 +5,12 @@ The loop encloses each step in `RunProfiler.step`; `finish` ends it all, once th
 
 import dataclasses
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +18,11 @@ from pellucid.config import RunConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
-from pellucid.profiler.manifest import JOURNALS, Manifest, ProfileFailure, read_journals
-from pellucid.profiler.process import ProcessProfiler
+from pellucid.profiler.manifest import JOURNALS, MANIFEST, Journal, Manifest, ProfileFailure, read_journals
+from pellucid.profiler.process import WRITE, ProcessProfiler, ProfilerError
 from pellucid.profiler.request import ProcessRequest, RoleRequest
-from pellucid.profiler.tools import tool_class
+from pellucid.profiler.tools import ToolSettings, tool_class
+from pellucid.profiler.tools.base import free_path
 from pellucid.profiler.window import Window
 from pellucid.stages import Stage, Unit, stages_of
 
@@ -52,7 +55,8 @@ def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str],
     if wanted is None:
         wanted = profiler.tool == "nsys" and not roles
     if wanted and profiler.tool is not None:
-        discrete = any(section.captures_stages for section in config.profilers.values() if section.enable)
+        discrete = any(section.captures_stages for section in config.profilers.values() if section.collects)
+        discrete &= profiler.tool != "nsys" or bool(roles)  # nsys records a process of its own from start to end
         chosen["controller"] = RoleRequest(profiler.tool, save_folder(profiler.save_path, run_dir), discrete)
     return _request(config, run_dir, "controller", POOL if roles else "controller", 0, 1, chosen, device)
 
@@ -113,35 +117,48 @@ def _windows(role: str, section: ProfilerConfig) -> dict[Stage, Window]:
     return {stage: window for stage in stages_of(role) if stage in schedule.stages}
 
 
-def check_tools(config: RunConfig) -> RunConfig:
+def check_tools(config: RunConfig) -> tuple[RunConfig, list[ProfileFailure]]:
     """Check, before a model is loaded, that the tools asked for work here; without those that do not the run goes on.
 
     Returns:
-        The config, profiling switched off for roles whose tool does not work.
+        The config, profiling switched off for roles whose tool does not work, and why, for `record_failures`.
 
     Raises:
         UserError: one does not work, and `global_profiler.strict` is set.
     """
-    profiler = config.global_profiler
+    profiler, failures = config.global_profiler, list[ProfileFailure]()
     if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
-        return config
+        return config, failures
+    for name, why in unusable_tools(config).items():
+        if profiler.strict:
+            raise why
+        tool = config.profilers[name].tool or ""
+        notice(f"NO PROFILING of {name} with {tool}: {why} The run goes on without it.", style="bold red")
+        failures.append(ProfileFailure(str(why), min(profiler.steps), None, name, 0, tool, "controller", final=True))
+        config = _without(config, f"{PROFILED_SECTIONS[name]}.profiler")
+    return config, failures
+
+
+def unusable_tools(config: RunConfig) -> dict[str, UserError]:
+    """Return why the tool of a role that is to be captured does not work on this machine, for each such role."""
     from pellucid import devices  # brings torch, which what only reads requests does without
 
-    device = devices.choose_device(config.trainer.device).type
+    device, found = devices.choose_device(config.trainer.device).type, dict[str, UserError]()
     for name, section in config.profilers.items():
-        if not section.enable or section.tool is None:
+        if not section.collects or section.tool is None:
             continue
-        request = ProcessRequest(
-            "", "", 0, 1, frozenset(), {}, Path(), device, global_options=profiler.global_tool_config
-        )
+        settings = ToolSettings(section.tool_config, config.global_profiler.global_tool_config, device)
         try:
-            tool_class(section.tool).check(request.settings(RoleRequest(section.tool, Path(), options=section.tool_config)))
+            tool_class(section.tool).check(settings)
         except UserError as error:
-            if profiler.strict:
-                raise
-            notice(f"NO PROFILING of {name} with {section.tool}: {error} The run goes on without it.", style="bold red")
-            config = _without(config, f"{PROFILED_SECTIONS[name]}.profiler")
-    return config
+            found[name] = error
+    return found
+
+
+def record_failures(run_dir: Path, failures: list[ProfileFailure]) -> None:
+    """Write down, for the manifest, what kept a tool from being used at all."""
+    for failure in failures:
+        Journal(manifest_folder(run_dir) / JOURNALS, failure.process).add(failure)
 
 
 def _without(section: Any, path: str) -> Any:
@@ -161,8 +178,8 @@ class Ranks(Protocol):
         """Let the ranks that are asked for captures begin."""
         ...
 
-    def end_profiled_step(self, step: int) -> None:
-        """Let them write their captures, as far as they are alive."""
+    def end_profiled_step(self, step: int, *, last: bool) -> None:
+        """Let them write their captures, as far as they are alive; after the `last` step also what the next would share."""
         ...
 
 
@@ -186,140 +203,204 @@ class RunProfiler:
         self.folder = manifest_folder(run_dir)
         own = [] if process.request is None else [process.request]
         self._requests = [*own, *ranks.profile_requests]
-        self._steps = frozenset(config.global_profiler.steps or ()) if self._requests else frozenset[int]()
-        self._unfinished: list[tuple[int, set[Stage]]] = []
+        asked = set(config.global_profiler.steps or ()) if self._requests else set[int]()
+        self._steps = {step for step in asked if first_step <= step <= total_steps}
+        self._unwritten: list[tuple[int, set[Stage]]] = []
         """Steps whose captures are not written yet, and the stages that ran in them."""
-        self._said = 0
-        late = sorted(step for step in self._steps if step > total_steps)
+        earlier = earlier_manifest(self.folder)
+        self._said = {str(failure) for failure in earlier.failures}
+        late = sorted(step for step in asked if step > total_steps)
         if late and config.trainer.total_training_steps is None:  # else it was said when the config was checked
             notice(f"global_profiler.steps: {late} will not be profiled: the run ends with step {total_steps}.")
-        done = Manifest.read(self.folder).profiled
-        if early := sorted(step for step in self._steps if step < first_step and step not in done):
+        if early := sorted(step for step in asked if step < first_step and step not in earlier.profiled):
             notice(f"global_profiler.steps: {early} will not be profiled: the run goes on from step {first_step}.")
         if self._requests:
             _say_where(self._requests)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Enclose a step: what is captured in it is written, and the manifest brought up to date, however the block ends."""
-        spans, process = self.process.spans, self.process
-        if step not in self._steps:
-            with spans.span("step", step=step):
-                yield
-            return
-        self._ranks.begin_profiled_step(step)
-        process.begin_step(step)
-        try:
-            with spans.span("step", step=step):
-                yield
-        finally:
-            self._unfinished.append((step, set(process.ran)))
-            with spans.detail("write_profile", step=step):
-                process.end_step(step)
-                self._ranks.end_profiled_step(step)
-                if not (self._config.global_profiler.profile_continuous_steps and step + 1 in self._steps):
-                    self.write_manifest()
+        """Enclose a step: what is captured in it is written, and the manifest brought up to date, however the block ends.
 
-    def write_manifest(self) -> None:
-        """Write the manifest, and say what is new in it: files and sizes, and what went wrong."""
-        done, self._unfinished = self._unfinished, []
-        steps = {step for step, _ in done}
-        try:
-            manifest = make_manifest(self._config, self.folder, steps)
-            for entry in self._missing(done, manifest):
-                manifest.failures.append(entry)
-            manifest.complete = manifest.complete and not manifest.failures
-            path = manifest.write(self.folder)
-        except OSError as error:
-            notice(f"profiling: the manifest cannot be written ({error})", style="red")
+        Raises:
+            ProfilerError: a capture failed, and `global_profiler.strict` is set.
+        """
+        process = self.process
+        if step not in self._steps:
+            with process.spans.span("step", step=step):
+                yield
             return
-        for failure in manifest.failures[self._said :]:
-            if failure.process != "controller" or "no file" in failure.reason:  # the controller's own were said at once
-                error_console.print(
-                    f"profiling: {failure.process}, step {failure.step}: {failure.reason}", style="red", markup=False
-                )
-        self._said = len(manifest.failures)
+        with ExitStack() as ending:
+            ending.push(lambda kind, error, trace: self._end(step, failed=kind is not None))
+            self._ranks.begin_profiled_step(step)
+            process.begin_step(step)
+            with process.spans.span("step", step=step):
+                yield
+
+    def _end(self, step: int, *, failed: bool) -> None:
+        """Write what was captured of a step; each part of it is tried, whatever happens in the others."""
+        goes_on = self._config.global_profiler.profile_continuous_steps and step + 1 in self._steps
+        last = failed or not goes_on
+        self._unwritten.append((step, set(self.process.ran)))
+        with ExitStack() as parts, self.process.spans.detail(WRITE, step=step):
+            if last:
+                parts.callback(self.write_manifest, failed=failed)
+            parts.callback(self._ranks.end_profiled_step, step, last=last)
+            parts.callback(self.process.end_step, step, last=last)
+
+    def write_manifest(self, *, failed: bool = False) -> None:
+        """Write the manifest, and say what is new in it: files and sizes, and what went wrong.
+
+        Raises:
+            ProfilerError: something is missing, and `global_profiler.strict` is set; not where the step has `failed` anyhow.
+        """
+        done, self._unwritten = self._unwritten, []
+        steps = {step for step, _ in done}
+        manifest = make_manifest(self._config, self.folder, steps)
+        missing = [] if failed else list(self._missing(done, manifest))
+        manifest.failures += missing
+        manifest.complete = manifest.complete and not missing
+        path = _write(manifest, self.folder)
+        for failure in manifest.failures:
+            if str(failure) not in self._said and (failure.process != "controller" or failure.missing):
+                what = f"profiling: {failure.process}, step {failure.step}: {failure.reason}"
+                error_console.print(what, style="red", markup=False)  # the controller's own were said at once
+            self._said.add(str(failure))
         new = [file for file in manifest.files if file.step in steps]
         if new:
             size = sum(file.bytes or 0 for file in new)
-            left = [step for step in self._steps if step > max(steps) and step <= self._total_steps]
+            left = [step for step in self._steps if step > max(steps)]
             more = f"; the {len(left)} to come take about {size * len(left) / 1e6:,.1f} MB more" if left else ""
             console.print(
                 f"profiled step {', '.join(map(str, sorted(steps)))}: {len(new)} files, {size / 1e6:,.1f} MB{more} ({path})",
                 markup=False,
             )
+        if missing and self._config.global_profiler.strict:
+            raise ProfilerError(f"{missing[0].reason} (global_profiler.strict ends the run)")
 
     def _missing(self, done: list[tuple[int, set[Stage]]], manifest: Manifest) -> Iterator[ProfileFailure]:
         """Yield a failure for each capture that was asked for, gave no file, and left no word why."""
         there = {(file.process, file.step, file.stage) for file in manifest.files}
         there |= {(failure.process, failure.step, failure.stage) for failure in manifest.failures}
-        stopped = {failure.process for failure in manifest.failures}
+        ended = {(failure.process, failure.tool) for failure in manifest.failures if failure.final}
         for number, (step, ran) in enumerate(done):
             for request in self._requests:
-                wanted: list[tuple[str, Stage | None, RoleRequest]] = []
-                if (whole := request.whole_step) is not None and (number == 0 or not request.continuous):
-                    wanted.append((request.group, None, whole))
-                for name, role in request.roles.items():
-                    stages = stages_of(name) if role.discrete else tuple(role.windows)
-                    wanted += [(name, stage, role) for stage in stages if stage in ran]
-                for name, stage, role in wanted:
-                    if (request.process, step, stage) not in there and request.process not in stopped:
-                        what = "the step" if stage is None else stage
-                        reason = f"no file of {what}: the process ended before it was written, or did not run the stage"
-                        yield ProfileFailure(reason, step, stage, name, request.rank, role.tool, request.process)
+                for name, stage, role in _wanted(request, ran, shared=number > 0 and request.continuous):
+                    if (request.process, step, stage) in there or (request.process, role.tool) in ended:
+                        continue
+                    if stage is None or stage in ran:
+                        reason = f"no file of {stage or 'the step'}: the process ended before it was written"
+                    else:
+                        reason = f"no file of {stage}: the stage did not run in this step. {_WHY_NOT.get(stage, '')}".rstrip()
+                    yield ProfileFailure(
+                        reason, step, stage, name, request.rank, role.tool, request.process, missing=True
+                    )
+
+
+_WHY_NOT = {
+    Stage.ACTOR_COMPUTE_LOG_PROB: "With one mini-batch and one epoch the update's own forward pass gives the old log-probs.",
+    Stage.ACTOR_UPDATE: "The policy rests during trainer.critic_warmup.",
+}
+
+
+def _wanted(
+    request: ProcessRequest, ran: Collection[Stage], *, shared: bool
+) -> Iterator[tuple[str, Stage | None, RoleRequest]]:
+    """Yield what a process is to capture of a step: role, stage (None: the step) and request.
+
+    Stages that a schedule names are wanted whether they `ran` or not. `shared`: an earlier step's capture holds this one, too.
+    """
+    if (whole := request.whole_step) is not None and not shared:
+        yield request.group, None, whole
+    for name, role in request.roles.items():
+        for stage in stages_of(name):
+            if stage in role.windows or (role.discrete and stage in ran):
+                yield name, stage, role
+
+
+def earlier_manifest(folder: Path) -> Manifest:
+    """Return the manifest of earlier starts of the run; one that cannot be read is moved aside."""
+    try:
+        return Manifest.read(folder)
+    except ValueError as error:
+        aside = free_path(folder / f"{MANIFEST}.unreadable")
+        (folder / MANIFEST).replace(aside)
+        notice(f"profiling: the earlier manifest cannot be read ({error}); it is now {aside}", style="red")
+        return Manifest()
 
 
 def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) -> Manifest:
     """Return the manifest of what the journals hold, with earlier starts of the run and the steps `profiled` since."""
-    before = Manifest.read(folder)
+    before = earlier_manifest(folder)
     files, failures = read_journals(folder / JOURNALS)
     requested = sorted(set(config.global_profiler.steps or ()))
     steps = sorted({*before.profiled, *profiled})
-    # What only the controller noticed is in no journal.
-    failures += [failure for failure in before.failures if failure not in failures]
-    kept = [file for file in files if file.bytes is None or (folder / file.path).exists()]
+    here = socket.gethostname()
+    kept = [file for file in files if file.bytes is None or file.host != here or (folder / file.path).exists()]
+    # What only the controller noticed is in no journal; it no longer holds for steps that were run again.
+    failures += [failure for failure in before.failures if failure.missing and failure.step not in profiled]
     complete = set(requested) <= set(steps) and not failures and all(file.bytes is not None for file in kept)
     request: dict[str, object] = {"global_profiler": dataclasses.asdict(config.global_profiler)}
     request |= {name: dataclasses.asdict(section) for name, section in config.profilers.items() if section.enable}
     return Manifest(request, requested, steps, kept, failures, complete)
 
 
-def finish(config: RunConfig, run_dir: Path) -> None:
-    """Write the last manifest and run the user's hook, once all processes have ended and their files are in place."""
+def _write(manifest: Manifest, folder: Path) -> Path:
+    """Write a manifest and return its path; that it cannot be written is said."""
+    try:
+        return manifest.write(folder)
+    except OSError as error:
+        notice(f"profiling: the manifest cannot be written ({error})", style="red")
+        return folder / MANIFEST
+
+
+def finish(config: RunConfig, run_dir: Path, *, since: float) -> None:
+    """Write the last manifest and run the user's hook, once all processes have ended and their files are in place.
+
+    Args:
+        config: the run's.
+        run_dir: the run's folder.
+        since: when this start of the run began, in seconds since 1970; the hook runs if it has captured something.
+    """
     folder = manifest_folder(run_dir)
-    if not config.global_profiler.steps or not (folder / JOURNALS).exists():
+    if not config.global_profiler.steps or config.trainer.val_only:
         return
     manifest = make_manifest(config, folder, ())
-    never = sorted(set(manifest.requested) - set(manifest.profiled))
-    path = manifest.write(folder)
-    if never:
+    path = _write(manifest, folder)
+    if never := sorted(set(manifest.requested) - set(manifest.profiled)):
         notice(f"profiling: step {', '.join(map(str, never))} never came; profiled: {manifest.profiled or 'none'}")
-    unwritten = [file.path for file in manifest.files if file.bytes is None]
-    if unwritten:
+    if unwritten := [file.path for file in manifest.files if file.bytes is None]:
         notice(f"profiling: these files were never written: {', '.join(unwritten)}", style="red")
     if manifest.files:
         console.print(f"profile: {path}\n  pellucid profile report {run_dir}", markup=False)
-    if (command := config.global_profiler.finish_hook_cmd) is not None:
+    command = config.global_profiler.finish_hook_cmd
+    if command is not None and any(file.started_at >= since for file in manifest.files):
         saved = save_folder(config.global_profiler.save_path, run_dir)
         _run_hook(command, config.global_profiler.finish_hook_timeout_s, run_dir, saved, path)
 
 
 def _run_hook(command: str, timeout_s: float, run_dir: Path, folder: Path, manifest: Path) -> None:
     """Run the user's command; that it fails is said and changes nothing."""
-    places = {
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment |= {
         "PELLUCID_RUN_DIR": str(run_dir.absolute()),
         "PELLUCID_PROFILE_DIR": str(folder),
         "PELLUCID_MANIFEST": str(manifest),
     }
     try:
-        done = subprocess.run(
-            command, shell=True, env=os.environ | places, timeout=timeout_s, stdout=sys.stderr, check=False
-        )
+        # In a session of its own, so that what the command has started ends with it.
+        hook = subprocess.Popen(command, shell=True, env=environment, stdout=sys.stderr, start_new_session=True)
+    except OSError as error:
+        notice(f"global_profiler.finish_hook_cmd cannot be run ({error}): {command}", style="red")
+        return
+    try:
+        status = hook.wait(timeout_s)
     except subprocess.TimeoutExpired:
+        os.killpg(hook.pid, signal.SIGKILL)
+        hook.wait()
         notice(f"global_profiler.finish_hook_cmd was ended after {timeout_s:g} s: {command}", style="red")
         return
-    if done.returncode:
-        notice(f"global_profiler.finish_hook_cmd ended with status {done.returncode}: {command}", style="red")
+    if status:
+        notice(f"global_profiler.finish_hook_cmd ended with status {status}: {command}", style="red")
 
 
 def _say_where(requests: list[ProcessRequest]) -> None:

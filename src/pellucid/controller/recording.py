@@ -8,6 +8,7 @@ import shlex
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from pellucid.config import RunConfig
@@ -48,7 +49,7 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
         return None
     for line in command.notices:
         notice(line)
-    raw = _raw_folder(config, run_dir)
+    raw, began = _raw_folder(config, run_dir), time.time()
     log = RunDir(run_dir).logs / "nsys.log"
     program = [sys.executable, "-c", _MAIN, *arguments]
     ended = supervise(command, raw / "controller.%p", program, log)
@@ -61,7 +62,7 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
     if (
         finished.num_captures
     ):  # otherwise the run did not come to that, and what earlier starts left has been dealt with
-        finish(config, run_dir)
+        finish(config, run_dir, since=began)
     return ended.status
 
 

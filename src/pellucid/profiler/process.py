@@ -181,15 +181,15 @@ class ProcessProfiler:
         if opened is None or not opened.collecting or not opened.marks:
             yield
             return
-        context = opened.tool.range(name)
-        opened.marks = self._attempt("mark a range", opened.capture, opened.role, lambda: (context.__enter__(), True)[1]) is True
-        entered = opened.marks
+        at = (opened.capture, opened.role)
+        context = self._attempt("mark a range", *at, lambda: _entered(opened.tool.range(name)))
+        opened.marks = context is not None
         try:
             yield
         finally:
-            if entered:
-                left = self._attempt("mark a range", opened.capture, opened.role, lambda: not context.__exit__(None, None, None))
-                opened.marks = opened.marks and left is True
+            if context is not None:
+                left = self._attempt("mark a range", *at, lambda: (context.__exit__(None, None, None), True))
+                opened.marks = opened.marks and left is not None
 
     def _start(
         self, role: RoleRequest, name: str, stage: Stage | None, window: int = 1, *, warm_up: bool = False
@@ -419,6 +419,11 @@ class _Sampler:
         count = self._index + 1 - self._first
         units = {"unit": str(self.window.unit), "first": self._first, "count": count}
         self._files += self._profiler._stop(units)
+
+
+def _entered(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+    context.__enter__()
+    return context
 
 
 def _sizes(paths: list[Path]) -> dict[Path, int | None]:

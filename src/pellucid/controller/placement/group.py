@@ -28,6 +28,8 @@ POLL_S, RANKS_POLLED_A_SECOND = 0.5, 100
 """How often ranks are asked for their progress: at most twice a second, and seldomer where there are many of them."""
 ANSWER_S = 5.0
 """How long the other ranks may take to follow when one has raised, or to answer a question."""
+WRITE_S = 60.0
+"""The same where ranks are being captured, and write their captures first."""
 CLOCK_READINGS = 8
 START_S, LEAVE_S = 600.0, 10.0
 """How long a process may take to be up, whatever the stall time-out; and to close its files when all is over."""
@@ -73,6 +75,8 @@ class WorkerGroup:
         self._failure: BaseException | None = None
         """What the ranks were ended for."""
         self._failing = threading.Lock()
+        self.captures = False
+        """Whether ranks are being captured: then they may take longer to end, since they write what they have."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -182,7 +186,8 @@ class WorkerGroup:
             if on_done is not None and (more := _total(progress) - _total(seen)) > 0:
                 on_done(more)
             all_answer = all(answer is not None for answer in progress)
-            if ready or _where_they_are(progress) != _where_they_are(seen) or (answering_is_progress and all_answer):
+            writing = any(answer is not None and answer.writes for answer in progress)
+            if ready or writing or _where_they_are(progress) != _where_they_are(seen) or (answering_is_progress and all_answer):
                 moved_at = time.monotonic()
             seen = progress
             waited_s = time.monotonic() - moved_at
@@ -195,7 +200,8 @@ class WorkerGroup:
 
         Where every rank has answered with a mistake, they are fit for further calls; else they are ended.
         """
-        ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S, fetch_local=False)
+        limit_s = WRITE_S if self.captures else ANSWER_S
+        ray.wait(calls, num_returns=len(calls), timeout=limit_s, fetch_local=False)
         errors: list[tuple[int, BaseException]] = []
         agreed = 0
         for member, call in zip(self.members, calls):
@@ -280,7 +286,7 @@ class WorkerGroup:
         """Let the ranks leave their process group and end them; those that are in the middle of a call end at once."""
         if not self._busy:
             leaving = [member.handle.leave.remote() for member in self.members]
-            _, staying = ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S, fetch_local=False)
+            _, staying = ray.wait(leaving, num_returns=len(leaving), timeout=WRITE_S if self.captures else LEAVE_S, fetch_local=False)
             if not staying:
                 for member in self.members:  # by Ray alone, which calls a process that ends otherwise a failure
                     ray.kill(member.handle)

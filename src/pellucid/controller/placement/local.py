@@ -39,8 +39,8 @@ class Placement(Protocol):
         """Let the processes beside this one begin with what they are to capture of a step."""
         ...
 
-    def end_profiled_step(self, step: int) -> None:
-        """Let them write it, as far as they are alive."""
+    def end_profiled_step(self, step: int, *, last: bool) -> None:
+        """Let them write it, as far as they are alive; after the `last` step also what the next one would share."""
         ...
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class LocalPlacement:
     def begin_profiled_step(self, step: int) -> None:
         """See `Placement`."""
 
-    def end_profiled_step(self, step: int) -> None:
+    def end_profiled_step(self, step: int, *, last: bool) -> None:
         """See `Placement`."""
 
     def close(self) -> None:

@@ -160,13 +160,15 @@ class RayPlacement:
     def begin_profiled_step(self, step: int) -> None:
         """See `Placement`."""
         for group in self._profiled_groups():
+            group.captures = True
             group.ask("begin_profiled_step", step)
 
-    def end_profiled_step(self, step: int) -> None:
+    def end_profiled_step(self, step: int, *, last: bool) -> None:
         """See `Placement`."""
         for group in self._profiled_groups():
             if group.answers:
-                group.ask("end_profiled_step", step)
+                group.ask("end_profiled_step", step, last)
+                group.captures = not last
 
     def _profiled_groups(self) -> list[WorkerGroup]:
         captured = {request.group for request in self.profile_requests}

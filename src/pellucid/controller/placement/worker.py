@@ -90,6 +90,8 @@ class Progress:
     """Names of the samples it works on."""
     waits: bool = False
     """Whether it waits for other ranks."""
+    writes: bool = False
+    """Whether it writes what was captured of it, which may take long."""
     stack: str = ""
 
 
@@ -208,10 +210,9 @@ class RankWorker:
         """Begin with what is to be captured of a step."""
         self._profiler.begin_step(step)
 
-    def end_profiled_step(self, step: int) -> None:
-        """Write what was captured of it."""
-        with self._spans.detail("write_profile", step=step):
-            self._profiler.end_step(step)
+    def end_profiled_step(self, step: int, last: bool) -> None:
+        """Write what was captured of it, after the `last` step also what the next one would share."""
+        self._profiler.end_step(step, last=last)
 
     def peak_flops(self) -> float:
         """Return this rank's peak FLOP/s."""
@@ -296,7 +297,7 @@ class RankWorker:
     @ray.method(concurrency_group="control")
     def progress(self) -> Progress:
         """Return how far the call is that another thread runs."""
-        now = Progress(self._progress.num_done, self._progress.num_beats)
+        now = Progress(self._progress.num_done, self._progress.num_beats, writes=self._profiler.writing)
         if (running := self._running) is not None:
             thread, role = running
             now.in_hand = self._roles.named(role).in_hand
