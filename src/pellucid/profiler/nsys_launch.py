@@ -88,38 +88,51 @@ def _start(
 
 def _wait(nsys: int, program: int) -> int:
     """Wait for the program and for all nsys processes below this one, and return the program's exit status."""
+    launcher = _parent(program)
     statuses: dict[int, int] = {}
     over_at: float | None = None
     while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            break
-        if pid:
-            statuses[pid] = _exit_status(os.waitstatus_to_exitcode(status))
-            continue
-        if program in statuses or not psutil.pid_exists(program):
+        _reap(statuses)
+        if not psutil.pid_exists(program):
             over_at = over_at or time.monotonic()
             if not _nsys_below():
                 break
             if time.monotonic() - over_at > EXPORT_S:
                 end_tree(nsys)
         time.sleep(_POLL_S)
-    # While nsys is there, the program is its launcher's child, and nsys passes the status on.
-    return statuses.get(program, statuses.get(nsys, 1))
+    _reap(statuses)
+    # Its launcher ends as the program does, and nsys as its launcher, unless it has left before.
+    return next((statuses[pid] for pid in (program, launcher, nsys) if pid in statuses), 1)
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _reap(statuses: dict[int, int]) -> None:
+    """Add the exit status of each child that has ended."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        statuses[pid] = _exit_status(os.waitstatus_to_exitcode(status))
 
 
 def _nsys_below() -> bool:
-    return any(child.name().startswith("nsys") and child.status() != psutil.STATUS_ZOMBIE for child in _children())
-
-
-def _children() -> Iterator[psutil.Process]:
+    """Tell whether an nsys process that this one has started, or adopted, still works."""
     for child in psutil.Process().children(recursive=True):
         try:
-            child.status()
+            if child.name().startswith("nsys") and child.status() != psutil.STATUS_ZOMBIE:
+                return True
         except psutil.NoSuchProcess:
             continue
-        yield child
+    return False
 
 
 def _exit_status(code: int) -> int:
