@@ -165,6 +165,24 @@ def test_a_failing_step_keeps_its_trace(work: Workspace) -> None:
     assert ranges(work.run_dir / "profile" / file["path"])["rollout_generate"] == 1
 
 
+def test_a_stage_that_does_not_run_is_said(work: Workspace) -> None:
+    stages = f"{ACTOR}.profiler.schedule.stages=[actor_compute_log_prob,actor_update]"
+    done = work.train(*SHORT, stages, f"{ROLLOUT}.profiler.ranks=[0]", f"{ROLLOUT}.profiler.all_ranks=false")
+    assert "no file of actor_compute_log_prob: the stage did not run in this step. With one mini-batch" in done.text
+    assert "rollout.profiler: nothing of rollout is captured" in done.text
+    content = manifest(work.run_dir)
+    assert captured(content) == {(2, "actor_update", 0)} and not content["complete"]
+
+
+def test_an_unreadable_manifest_is_moved_aside(work: Workspace) -> None:
+    (work.run_dir / "profile").mkdir(parents=True)
+    (work.run_dir / "profile" / "manifest.json").write_text("{")
+    done = work.train(*SHORT)
+    assert "the earlier manifest cannot be read" in done.text
+    (work.run_dir / "profile" / "manifest.json.unreadable").unlink()
+    assert manifest(work.run_dir)["complete"]
+
+
 def test_steps_that_never_come_are_said(work: Workspace) -> None:
     done = work.train(*SHORT, "global_profiler.steps=[2,7]")
     assert "7 will not be profiled: the run ends with step 2" in done.text

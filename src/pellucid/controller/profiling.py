@@ -216,6 +216,7 @@ class RunProfiler:
             notice(f"global_profiler.steps: {early} will not be profiled: the run goes on from step {first_step}.")
         if self._requests:
             _say_where(self._requests)
+            _say_left_out(config, self._requests)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -411,3 +412,12 @@ def _say_where(requests: list[ProcessRequest]) -> None:
         tools = ", ".join(dict.fromkeys(role.tool for role in request.roles.values()))
         parts.append(f"{request.process} ({', '.join(request.roles)}; {tools})")
     console.print(f"profiling steps {steps} of {'; '.join(parts)} into {folders}", markup=False)
+
+
+def _say_left_out(config: RunConfig, requests: list[ProcessRequest]) -> None:
+    """Say which roles with settings of their own are not captured anywhere, because what they follow names none of their stages."""
+    captured = {name for request in requests for name in request.roles}
+    for name, section in config.profilers.items():
+        if section.collects and name not in captured and section != config.actor_rollout_ref.actor.profiler:
+            key = f"{PROFILED_SECTIONS[name]}.profiler"
+            notice(f"{key}: nothing of {name} is captured: its schedule names no stage of it, or the run has no such role.")
