@@ -112,6 +112,16 @@ def write(root: Path, **files: str) -> None:
         path.write_text(text)
 
 
+def test_tools_of_a_profile_are_tried(tmp_path):
+    asked = ["global_profiler.steps=[1]", "actor_rollout_ref.actor.profiler.enable=true", "actor_rollout_ref.actor.profiler.ranks=[0]"]
+    [found] = software.check_profilers(config(tmp_path, *asked, "global_profiler.tool=torch"))
+    assert found == Finding("profiling with torch", "of actor, ref, rollout")
+    [found] = software.check_profilers(config(tmp_path, *asked, "global_profiler.tool=npu"))
+    assert found.status == "warning" and "torch_npu" in found.found
+    [found] = software.check_profilers(config(tmp_path, *asked, "global_profiler.tool=npu", "global_profiler.strict=true"))
+    assert found.status == "problem"
+
+
 def test_limits_of_version_2_are_those_of_the_group_and_the_groups_around_it(tmp_path):
     write(tmp_path, proc="0::/pod/box\n", g__pod__memory_dot_max="500\n", g__pod__memory_dot_current="200\n")
     write(tmp_path, g__pod__box__memory_dot_max="max\n", g__pod__box__memory_dot_current="9\n")

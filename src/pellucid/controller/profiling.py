@@ -129,12 +129,15 @@ def check_tools(config: RunConfig) -> tuple[RunConfig, list[ProfileFailure]]:
     profiler, failures = config.global_profiler, list[ProfileFailure]()
     if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
         return config, failures
-    for name, why in unusable_tools(config).items():
-        if profiler.strict:
-            raise why
+    unusable = unusable_tools(config)
+    if unusable and profiler.strict:
+        raise next(iter(unusable.values()))
+    for why in dict.fromkeys(map(str, unusable.values())):
+        roles = [name for name, error in unusable.items() if str(error) == why]
+        notice(f"NO PROFILING of {', '.join(roles)}: {why} The run goes on without it.", style="bold red")
+    for name, error in unusable.items():
         tool = config.profilers[name].tool or ""
-        notice(f"NO PROFILING of {name} with {tool}: {why} The run goes on without it.", style="bold red")
-        failures.append(ProfileFailure(str(why), min(profiler.steps), None, name, 0, tool, "controller", final=True))
+        failures.append(ProfileFailure(str(error), min(profiler.steps), None, name, 0, tool, "controller", final=True))
         config = _without(config, f"{PROFILED_SECTIONS[name]}.profiler")
     return config, failures
 

@@ -50,6 +50,8 @@ def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:
         yield devices
         there_is_room = config is not None and devices.status == "ok"
 
+    if config is not None and config.global_profiler.steps and there_is_room:
+        yield from software.check_profilers(config)
     if config is not None and config.trainer.nnodes > 1:
         if config.trainer.rendezvous_port is not None:
             yield network.check_rendezvous_port(config.trainer.rendezvous_port)

@@ -124,6 +124,23 @@ def check_torch_build(device: str) -> Finding:
     return Finding("torch build", found)
 
 
+def check_profilers(config: RunConfig) -> Iterator[Finding]:
+    """Check that the profiling tools that a recipe asks for work on this machine; a run goes on without one that does not."""
+    from pellucid.controller.profiling import unusable_tools
+
+    unusable, roles_of = unusable_tools(config), dict[str, list[str]]()
+    for name, section in config.profilers.items():
+        if section.collects and section.tool is not None:
+            roles_of.setdefault(section.tool, []).append(name)
+    for tool, roles in roles_of.items():
+        what, error = f"profiling with {tool}", next((unusable[name] for name in roles if name in unusable), None)
+        if error is None:
+            yield Finding(what, f"of {', '.join(roles)}")
+        else:
+            status: Status = "problem" if config.global_profiler.strict else "warning"
+            yield Finding(what, error.reason, status, error.remedy)
+
+
 def _unsupported_gpus() -> str:
     """Return the visible GPUs that torch was not compiled for, with their architectures; empty when there are none."""
     import torch
