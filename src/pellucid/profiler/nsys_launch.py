@@ -8,9 +8,10 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -50,43 +51,46 @@ def supervise(command: NsysCommand, output: Path, program: Sequence[str], log: P
     with log.open("a") as said, _forwarding() as forward:
         status = 1
         for _ in range(NUM_TRIES):
-            nsys, pid = _start(command, output, program, said)
+            nsys, pid, alive = _start(command, output, program, said)
             if pid is not None:
                 forward(pid)
-                return Ended(_wait(nsys.pid, pid), started=True)
+                return Ended(_wait(nsys.pid, pid, alive), started=True)
+            os.close(alive)
             status = _exit_status(nsys.wait())
     return Ended(status, started=False)
 
 
 def _start(
     command: NsysCommand, output: Path, program: Sequence[str], log: IO[str]
-) -> tuple[subprocess.Popen[bytes], int | None]:
-    """Start nsys, and return the program's process id once that has started; None when nsys ended before."""
-    streams = [os.dup(1), os.dup(2)]
+) -> tuple[subprocess.Popen[bytes], int | None, int]:
+    """Start nsys.
+
+    Returns:
+        nsys; the program's process id once that has started, None when nsys ended before; and what to write to when it has ended.
+    """
+    out, err = os.dup(1), os.dup(2)
     told, tell = os.pipe()
+    lives, alive = os.pipe()
     os.umask(umask := os.umask(0))
-    # nsys puts a pipe between the program and the terminal, and lets it write files for all users: the shell undoes both, tells
-    # its process id, and becomes the program.
-    out, err = streams
-    script = f'umask {umask:04o}; echo $$ >&{tell}; exec "$@" >&{out} 2>&{err} {out}>&- {err}>&- {tell}>&-'
+    child = [sys.executable, str(Path(__file__).with_name("nsys_child.py"))]
     try:
         nsys = subprocess.Popen(
-            command.of(output, ["/bin/sh", "-c", script, "sh", *program]),
+            command.of(output, [*child, *map(str, (umask, out, err, tell, lives)), *program]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=(*streams, tell),
+            pass_fds=(out, err, tell, lives),
             start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
         )
     finally:
-        for descriptor in (*streams, tell):
+        for descriptor in (out, err, tell, lives):
             os.close(descriptor)
     with os.fdopen(told) as answer:
         line = answer.readline()
-    return nsys, int(line) if line else None
+    return nsys, int(line) if line else None, alive
 
 
-def _wait(nsys: int, program: int) -> int:
+def _wait(nsys: int, program: int, alive: int) -> int:
     """Wait for the program and for all nsys processes below this one, and return the program's exit status."""
     launcher = _parent(program)
     statuses: dict[int, int] = {}
@@ -94,7 +98,9 @@ def _wait(nsys: int, program: int) -> int:
     while True:
         _reap(statuses)
         if not psutil.pid_exists(program):
-            over_at = over_at or time.monotonic()
+            if over_at is None:
+                over_at = time.monotonic()
+                _say_over(alive)
             if not _nsys_below():
                 break
             if time.monotonic() - over_at > EXPORT_S:
@@ -103,6 +109,12 @@ def _wait(nsys: int, program: int) -> int:
     _reap(statuses)
     # Its launcher ends as the program does, and nsys as its launcher, unless it has left before.
     return next((statuses[pid] for pid in (program, launcher, nsys) if pid in statuses), 1)
+
+
+def _say_over(alive: int) -> None:
+    with suppress(BrokenPipeError):  # the process that listens was killed, too
+        os.write(alive, b".")
+    os.close(alive)
 
 
 def _parent(pid: int) -> int | None:

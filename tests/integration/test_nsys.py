@@ -1,0 +1,196 @@
+"""Runs recorded by the real Nsight Systems, which needs no GPU for NVTX ranges; the files are read with `nsys export`."""
+
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import commands
+import psutil
+import pytest
+from commands import Command, run_fresh, wait_for
+from profiles import manifest
+
+from conftest import Workspace, last_checkpoint, metrics
+from pellucid.profiler.nsys_files import importer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("nsys") is None, reason="nsys is not installed (Debian: nsight-systems, component non-free)"),
+    pytest.mark.skipif(importer() is None, reason="this nsys has no QdstrmImporter, without which its files cannot be read here"),
+]
+
+ACTOR = "actor_rollout_ref.actor.profiler"
+ON = ("global_profiler.tool=nsys", f"{ACTOR}.enable=true", f"{ACTOR}.all_ranks=true", "data.val_files=null", "trainer.val_before_train=false")
+QUIET = "trainer.save_freq=-1"
+STAGES = {"rollout_generate", "reward", "advantage", "correction", "actor_update", "weight_sync"}
+HELD_REWARD = """
+import os, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    open("scoring", "a").close()
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    return 1.0
+"""
+HELD = "reward_model.custom_reward_function.path=held.py"
+
+
+
+def ranges(report: Path, folder: Path) -> Counter[str]:
+    """Return how often each NVTX range is in a report; of those that a killed process left open, too."""
+    database = folder / f"{report.name}.sqlite"
+    command = ["nsys", "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
+    subprocess.run(command, check=True, capture_output=True)
+    texts = "SELECT coalesce(text, (SELECT value FROM StringIds WHERE id = textId)) FROM NVTX_EVENTS"
+    with sqlite3.connect(database) as tables:
+        return Counter(text for (text,) in tables.execute(texts) if text)
+
+
+def reports(work: Workspace) -> dict[str, Counter[str]]:
+    """Return the ranges of each file of the run's manifest, after checking that it names all files and only these."""
+    content = manifest(work.run_dir)
+    folder = work.run_dir / "profile"
+    assert not list(folder.glob("nsys-in-progress-*"))
+    assert not [path for path in work.run_dir.rglob("*") if path.stat().st_mode & 0o002], "nsys clears the umask"
+    return {file["path"]: ranges(folder / file["path"], work.folder) for file in content["files"]}
+
+
+def pids(work: Workspace) -> dict[str, int]:
+    return {file["process"]: file["pid"] for file in manifest(work.run_dir)["files"]}
+
+
+def nsys_processes() -> set[int]:
+    there = psutil.process_iter(["pid", "name", "status"])
+    return {process.pid for process in there if process.info["name"] == "nsys" and process.info["status"] != psutil.STATUS_ZOMBIE}
+
+
+def test_one_process_end_to_end(work: Workspace) -> None:
+    before = nsys_processes()
+    done = work.train(*ON, QUIET, "trainer.total_training_steps=3", "global_profiler.steps=[1,3]")
+    found, pid = reports(work), pids(work)["controller"]
+    assert set(found) == {f"worker_process_{pid}.1.nsys-rep", f"worker_process_{pid}.3.nsys-rep"}
+    for step in (1, 3):
+        names = found[f"worker_process_{pid}.{step}.nsys-rep"]
+        assert all(names[name] == 1 for name in {*STAGES, f"step_{step}", "mini_batch"}), names
+        assert names["micro_batch"] >= 1 and names["decode_step"] >= 1 and not {"step_1", "step_2", "step_3"} - {f"step_{step}"} & set(names)
+    assert manifest(work.run_dir)["complete"] and len(metrics(work.run_dir)) == 3
+    assert f"controller: process {pid} on " in done.text and "no CUDA here: nsys records without cuda, cublas" in done.text
+    assert done.text.count("plan samples per step") <= 1 and not nsys_processes() - before
+
+
+def test_discrete_captures_count_the_stages_in_order(work: Workspace) -> None:
+    mode = (f"{ACTOR}.tool_config.nsys.discrete=true", "trainer.total_training_steps=2", "global_profiler.steps=[1,2]")
+    work.train(*ON, QUIET, *mode)
+    found, pid = reports(work), pids(work)["controller"]
+    stages = ["rollout_generate", "actor_update"] * 2
+    entries = manifest(work.run_dir)["files"]
+    assert [entry["stage"] for entry in entries] == stages
+    for number, entry in enumerate(entries, 1):
+        folder = "rollout_replica0/" if entry["stage"] == "rollout_generate" else ""
+        assert entry["path"] == f"{folder}worker_process_{pid}.{number}.nsys-rep"
+        assert {name for name in found[entry["path"]] if name in STAGES} == {entry["stage"]}
+
+
+def test_of_two_ranks_only_the_one_chosen_and_the_controller(work: Workspace) -> None:
+    pytest.importorskip("ray")
+    ranks = ("trainer.placement=ray", "trainer.n_gpus_per_node=2", f"{ACTOR}.all_ranks=false", f"{ACTOR}.ranks=[1]")
+    work.train(*ON, QUIET, *ranks, "trainer.total_training_steps=2", "global_profiler.steps=[1,2]")
+    found, pid = reports(work), pids(work)
+    worker = [f"worker_process_{pid['policy_rank_1']}.{step}.nsys-rep" for step in (1, 2)]
+    controller = f"controller_process_{pid['controller']}.nsys-rep"
+    assert set(found) == {*worker, controller} and set(pid) == {"policy_rank_1", "controller"}
+    assert all(found[name][stage] == 1 for name in worker for stage in ("rollout_generate", "actor_update"))
+    assert all(found[controller][stage] == 2 for stage in STAGES - {"weight_sync"}) and not found[controller]["micro_batch"]
+    assert manifest(work.run_dir)["complete"]
+
+
+def start_held(work: Workspace, *overrides: str) -> Command:
+    """Start a run and wait until its first step is at the rewards, where it stays until there is a file `go`."""
+    work.write("held.py", HELD_REWARD)
+    command = work.start("train", work.recipe, *ON, HELD, *overrides)
+    wait_for(lambda: (work.folder / "scoring").exists(), command)
+    return command
+
+
+def training_process(command: Command) -> psutil.Process:
+    """Return the process that nsys records."""
+    printed = re.search(r"controller: process (\d+) on", command.output)
+    assert printed, command.output
+    return psutil.Process(int(printed[1]))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_and_keeps_its_capture(work: Workspace, number: int, status: int) -> None:
+    command = start_held(work, "global_profiler.steps=[1,2]")
+    command.signal(number)
+    wait_for(lambda: "stopping: finishing this step" in command.output, command)
+    work.write("go", "")
+    done = command.wait()
+    assert done.status == status, done.output
+    assert last_checkpoint(work.run_dir).name == "global_step_1"
+    [(name, names)] = reports(work).items()
+    assert name.endswith(".1.nsys-rep") and names["actor_update"] == 1
+
+
+def test_a_killed_step_leaves_a_file_that_can_be_read(work: Workspace) -> None:
+    command = start_held(work, "global_profiler.steps=[1]")
+    training = training_process(command)
+    training.kill()
+    done = command.wait()
+    assert done.status == 137, done.output
+    [(name, names)] = reports(work).items()
+    assert name == f"worker_process_{training.pid}.1.nsys-rep" and names["rollout_generate"] == 1
+
+
+def test_killing_the_command_kills_the_training(work: Workspace) -> None:
+    command = start_held(work, "global_profiler.steps=[1]")
+    training = training_process(command)
+    command.signal(signal.SIGKILL)
+    assert command.wait().status == -signal.SIGKILL
+    _, alive = psutil.wait_procs([training], timeout=20)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_failing_step_keeps_its_capture_and_the_status(work: Workspace) -> None:
+    work.write("wrong.py", "def own(*arguments, **options): raise ValueError('planted')\n")
+    own = "algorithm.adv_estimator=wrong.py:own"
+    done = work.train(*ON, QUIET, "global_profiler.steps=[1]", own, status=1)
+    assert "planted" in done.output
+    [(name, names)] = reports(work).items()
+    assert name.endswith(".1.nsys-rep") and names["rollout_generate"] == names["reward"] == 1
+
+
+def test_a_killed_rank_leaves_its_file(work: Workspace) -> None:
+    pytest.importorskip("ray")
+    ranks = ("trainer.placement=ray", "trainer.n_gpus_per_node=2", f"{ACTOR}.all_ranks=false", f"{ACTOR}.ranks=[0]")
+    command = start_held(work, *ranks, "global_profiler.steps=[1]")
+    log = (work.run_dir / "logs" / "policy_rank_0.log").read_text()
+    rank = int(log.partition(", process ")[2].split()[0])
+    os.kill(rank, signal.SIGKILL)
+    work.write("go", "")
+    done = command.wait()
+    assert done.status == 1 and "policy rank 0: the process died" in done.output, done.output
+    found = reports(work)
+    assert found[f"worker_process_{rank}.1.nsys-rep"]["rollout_generate"] == 1
+    assert found[f"controller_process_{pids(work)['controller']}.nsys-rep"]["reward"] == 1
+
+
+def test_an_option_that_nsys_does_not_know_is_said_and_training_goes_on(work: Workspace) -> None:
+    wrong = "+global_profiler.global_tool_config.nsys.worker_nsight_options.capture-rnage=nvtx"
+    done = work.train(*ON, QUIET, "trainer.total_training_steps=1", "global_profiler.steps=[1]", wrong)
+    assert "unrecognised option '--capture-rnage=nvtx'" in done.text and len(metrics(work.run_dir)) == 1
+    assert not list((work.run_dir / "profile").glob("*.nsys-rep"))
+
+
+def test_without_nsys_training_goes_on(work: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = os.environ["PATH"].split(os.pathsep)
+    without = [folder for folder in folders if not (Path(folder) / "nsys").exists()]
+    monkeypatch.setitem(commands.ENVIRONMENT, "PATH", os.pathsep.join(without))
+    done = run_fresh(["train", work.recipe, *ON, QUIET, "trainer.total_training_steps=1", "global_profiler.steps=[1]"], work.folder)
+    assert done.status == 0, done.output
+    assert "the program `nsys` is not on PATH" in done.text and "The run goes on without it" in done.text
+    assert len(metrics(work.run_dir)) == 1
