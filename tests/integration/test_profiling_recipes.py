@@ -15,7 +15,8 @@ from profiles import manifest, ranges
 from conftest import Workspace
 from contract.npu_stub import make_stub_package
 
-RECIPES = Path(__file__).parents[2] / "recipes" / "profiling"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes" / "profiling"
 GUIDE_STEPS = (1, 2, 5)
 STAGES = ("rollout_generate", "actor_compute_log_prob", "ref_compute_log_prob", "actor_update")
 RANKS = ("policy_rank_0", "policy_rank_1")
@@ -146,18 +147,23 @@ def test_a_window_on_an_npu_differs_by_the_tools_name_alone(tmp_path: Path, npu_
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nsys") is None, reason="needs nsys")
 @pytest.mark.parametrize("name", NSYS)
-def test_the_nsight_guides_examples(work: Workspace, name: str) -> None:
+def test_the_nsight_guides_examples(work: Workspace, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pytest.importorskip("ray")
+    monkeypatch.setattr(commands, "TIMEOUT_S", 300.0)  # three processes under nsys, which takes its time to write their files
     done, run_dir = train(work, name)
     assert "trainer.profile_steps" in done.text and "are read as" in done.text
     files = files_of(work, run_dir)
     assert captures(files) == NSYS[name]
 
 
-def test_the_guides_tool_of_ones_own(work: Workspace) -> None:
-    tool = RECIPES.parents[1] / "examples" / "plugins" / "python_calls.py"
-    _, run_dir = train(work, "sample_update_micro_batch", f"global_profiler.tool={tool}:PythonCalls")
+@pytest.mark.parametrize("which", ["example", "guide"])
+def test_the_tool_of_ones_own_in_the_guide_and_beside_it(work: Workspace, which: str) -> None:
+    text = (ROOT / "examples" / "plugins" / "python_calls.py").read_text()
+    if which == "guide":
+        text = (ROOT / "docs" / "profiling.md").read_text().partition("# examples/plugins/python_calls.py\n")[2].partition("```")[0]
+    work.write("python_calls.py", text)
+    _, run_dir = train(work, "sample_update_micro_batch", "global_profiler.tool=python_calls.py:PythonCalls")
     [file] = files_of(work, run_dir)
-    assert captures([file]) == {(2, "actor_update", "controller")} and file["tool"] == f"{tool}:PythonCalls"
+    assert captures([file]) == {(2, "actor_update", "controller")} and file["tool"] == "python_calls.py:PythonCalls"
     calls = pstats.Stats(str(run_dir / "profile" / file["path"]))
     assert any(path.endswith("training/fsdp.py") and name == "_run" for path, _, name in calls.stats)  # pyright: ignore[reportAttributeAccessIssue]
