@@ -25,7 +25,7 @@ types: .venv/installed
 	$(BIN)/pyright src
 
 recipes: .venv/installed  ## run each recipe that needs no download for a few steps
-	$(BIN)/python -m pytest -q tests/integration/test_recipes.py
+	$(BIN)/python -m pytest -q tests/integration/test_recipes.py tests/integration/test_profiling_recipes.py
 
 bench: .venv/installed  ## speed as ratios measured in one run; needs models/smollm2-135m-instruct (examples/convert_smollm2.py)
 	cd benchmarks && for name in policy_gap update rollout grpo_step; do \
