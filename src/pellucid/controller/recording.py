@@ -41,7 +41,7 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
     """Run `pellucid` with these arguments under nsys, if the config wants this process recorded and nothing records it yet.
 
     Returns:
-        The exit status of that run, whose files are in place; None: the caller is to go on itself.
+        The exit status of that run, whose files are in place; None: the caller is to go on itself, unrecorded where nsys fails.
     """
     run_dir = Path(config.trainer.default_local_dir)
     command = _own_command(config, run_dir)
@@ -51,17 +51,17 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
         notice(line)
     raw, began = _raw_folder(config, run_dir), time.time()
     log = RunDir(run_dir).logs / "nsys.log"
-    program = [sys.executable, "-c", _MAIN, *arguments]
+    # As the installed command does, without the current folder among the places of modules.
+    program = [sys.executable, "-P", "-c", _MAIN, *arguments]
     ended = supervise(command, raw / "controller.%p", program, log)
-    if not ended.started:
-        error_console.print(
-            f"nsys did not start the run (status {ended.status}); what it said is in {log}", style="red", markup=False
-        )
     finished = finish_files(raw, manifest_folder(run_dir) / JOURNALS)
+    if not ended.started:
+        message = f"profiling: nsys did not start the run (status {ended.status}, see {log}), which goes on without it"
+        error_console.print(message, style="red", markup=False)
+        return None
     _tell(finished)
-    if (
-        finished.num_captures
-    ):  # otherwise the run did not come to that, and what earlier starts left has been dealt with
+    # Otherwise the run did not come to a profiled step, and what earlier starts left has been dealt with.
+    if finished.num_captures:
         finish(config, run_dir, since=began)
     return ended.status
 
