@@ -8,6 +8,7 @@ Wall seconds, and processor seconds beside them, which other jobs on the machine
 """
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -110,12 +111,13 @@ def main() -> None:
         cpu: dict[str, list[float]] = {arm: [] for arm in arms}
         step.run(None)
         step.run(window)  # the first capture of a process loads the tool
-        for _ in range(arguments.repeats):
+        for number in range(arguments.repeats):
             for arm, profiler in arms.items():
                 start, start_cpu = time.perf_counter(), time.process_time()
                 step.run(profiler)
                 wall[arm].append(time.perf_counter() - start)
                 cpu[arm].append(time.process_time() - start_cpu)
+                sys.stderr.write(f"round {number + 1} of {arguments.repeats}, {arm}: {wall[arm][-1]:.1f} s\n")
         assert not said, said
         size = sum(path.stat().st_size for path in folder.glob("*.json.gz"))
         captures = len(list(folder.glob("*.json.gz")))

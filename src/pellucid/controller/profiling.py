@@ -273,10 +273,13 @@ class RunProfiler:
         if new:
             size = sum(file.bytes or 0 for file in new)
             left = [step for step in self._steps if step > max(steps)]
-            more = f"; the {len(left)} to come take about {size * len(left) / 1e6:,.1f} MB more" if left else ""
+            more = f"; the {len(left)} to come take about {size * len(left) / 1e6:,.1f} MB more" if left and size else ""
+            if late := sum(file.bytes is None for file in new):
+                more += f"; {late} are written when the run is over"
             console.print(
                 f"profiled step {', '.join(map(str, sorted(steps)))}: {len(new)} files, {size / 1e6:,.1f} MB{more} ({path})",
                 markup=False,
+                soft_wrap=True,
             )
         if missing and self._config.global_profiler.strict:
             raise ProfilerError(f"{missing[0].reason} (global_profiler.strict ends the run)")
@@ -375,7 +378,7 @@ def finish(config: RunConfig, run_dir: Path, *, since: float) -> None:
     if unwritten := [file.path for file in manifest.files if file.bytes is None]:
         notice(f"profiling: these files were never written: {', '.join(unwritten)}", style="red")
     if manifest.files:
-        console.print(f"profile: {path}\n  pellucid profile report {run_dir}", markup=False)
+        console.print(f"profile: {path}\n  pellucid profile report {run_dir}", markup=False, soft_wrap=True)
     command = config.global_profiler.finish_hook_cmd
     if command is not None and any(file.started_at >= since for file in manifest.files):
         saved = save_folder(config.global_profiler.save_path, run_dir)
@@ -413,8 +416,16 @@ def _say_where(requests: list[ProcessRequest]) -> None:
     parts = []
     for request in requests:
         tools = ", ".join(dict.fromkeys(role.tool for role in request.roles.values()))
-        parts.append(f"{request.process} ({', '.join(request.roles)}; {tools})")
-    console.print(f"profiling steps {steps} of {'; '.join(parts)} into {folders}", markup=False)
+        parts.append(f"{request.process} ({', '.join(request.roles)}; {tools}; {_mode(request)})")
+    console.print(f"profiling steps {steps} of {'; '.join(parts)} into {folders}", markup=False, soft_wrap=True)
+
+
+def _mode(request: ProcessRequest) -> str:
+    """Return what a process's captures are of."""
+    windows = [f"{window.active or 'all'} {window.unit} of {stage}" for role in request.roles.values() for stage, window in role.windows.items()]
+    whole = ["whole steps"] if request.whole_step is not None else []
+    stages = ["whole stages"] if any(role.discrete for role in request.roles.values()) else []
+    return ", ".join(whole + stages + windows)
 
 
 def _say_left_out(config: RunConfig, requests: list[ProcessRequest]) -> None:

@@ -302,7 +302,7 @@ def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
     if idle := [role.key for role in _roles(config) if role.block.enable and not role.block.collects]:
         yield (
             f"PROFILING COLLECTS NOTHING of {', '.join(idle)}: enable is true, but ranks is [] and all_ranks is false. "
-            "Set ranks, e.g. [0], or all_ranks: true."
+            "Set ranks, e.g. [0], or all_ranks: true. (Captures of whole steps, where there are any, hold all roles of a process.)"
         )
     elif not _collecting(config) and not _captures_controller(config):
         yield (

@@ -1,9 +1,11 @@
 """The tools by name; a class of the user's own comes by import path. Each is imported when it is used."""
 
 import importlib
+import os
 
 from pellucid.profiler.tools.base import Capture, Tool, ToolSettings
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print a line at every start and stop
 TOOLS: dict[str, str] = {
     "torch": "pellucid.profiler.tools.torch_trace:TorchTool",
     "torch_memory": "pellucid.profiler.tools.torch_memory:TorchMemoryTool",

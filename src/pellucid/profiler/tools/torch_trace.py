@@ -17,7 +17,6 @@ from torch.profiler.profiler import _KinetoProfile
 from pellucid.errors import UserError
 from pellucid.profiler.tools.base import Capture, ToolSettings, free_path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without it every start and stop is a line on the console
 _INJECTED = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
