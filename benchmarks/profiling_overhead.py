@@ -2,15 +2,19 @@
 
 A step samples, computes old and reference log-probs, and updates. Arms take turns within each round, so that a slow minute of the
 machine hits all alike; a ratio is the median over rounds of an arm's seconds over the bare engine's in the same round.
-Wall seconds, and processor seconds beside them, which other jobs on the machine disturb less.
+Wall seconds, and processor seconds beside them, which other jobs on the machine disturb less. What is off or only writes spans costs
+less than such ratios can tell apart, so `counted_cost` is what the calls of a step take, timed in a loop, as a share of the bare step.
 
     python benchmarks/profiling_overhead.py
 """
 
+import contextlib
+import math
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -82,9 +86,40 @@ class Step:
 
 
 def _enter(profiler: ProcessProfiler | None, stage: Stage, step: int):
-    import contextlib
-
     return contextlib.nullcontext() if profiler is None else profiler.stage(stage, step)
+
+
+class _Counting:
+    """Counts the calls of a step."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[Unit] = Counter()
+
+    def unit(self, unit: Unit, **args: str | int | float):
+        self.calls[unit] += 1
+        return contextlib.nullcontext()
+
+
+def cost_of_calls(profiler: ProcessProfiler, calls: Counter[Unit], repeats: int = 2000) -> float:
+    """Return the seconds that the calls of one step take: its stages, and each unit in them."""
+
+    def seconds(unit: Unit) -> float:
+        best = math.inf
+        with profiler.stage(Stage.ACTOR_UPDATE, 0):
+            for _ in range(5):
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    with profiler.unit(unit, rows=1, tokens=1):
+                        pass
+                best = min(best, (time.perf_counter() - start) / repeats)
+        return best
+
+    start = time.perf_counter()
+    for _ in range(repeats):
+        with profiler.stage(Stage.ACTOR_UPDATE, 0):
+            pass
+    stage_s = (time.perf_counter() - start) / repeats
+    return stage_s * len(STAGES) + sum(seconds(unit) * count for unit, count in calls.items())
 
 
 def main() -> None:
@@ -119,6 +154,10 @@ def main() -> None:
                 cpu[arm].append(time.process_time() - start_cpu)
                 sys.stderr.write(f"round {number + 1} of {arguments.repeats}, {arm}: {wall[arm][-1]:.1f} s\n")
         assert not said, said
+        counting = _Counting()
+        setup.engine._probe = step._rollout._probe = counting
+        step._stages(None)
+        counted = {arm: cost_of_calls(profiler, counting.calls) for arm, profiler in {"off": off, "spans": spans}.items()}
         size = sum(path.stat().st_size for path in folder.glob("*.json.gz"))
         captures = len(list(folder.glob("*.json.gz")))
     rows = []
@@ -133,6 +172,7 @@ def main() -> None:
                 "least": min(ratios),
                 "most": max(ratios),
                 "cpu_ratio": statistics.median(cpu_ratios),
+                "counted_cost": counted[arm] / statistics.median(wall["bare"]) if arm in counted else None,
                 "file_bytes": size / captures if arm == "torch window" else None,
             }
         )

@@ -115,7 +115,8 @@ def _tell(finished: Finished) -> None:
     for problem in finished.problems:
         error_console.print(f"profiling: {problem}", style="red", markup=False)
     if finished.files:
-        console.print(f"nsys wrote {', '.join(map(str, finished.files))}", markup=False)
+        places = ", ".join(dict.fromkeys(str(path.parent) for path in finished.files))
+        console.print(f"nsys wrote {len(finished.files)} files into {places}", markup=False, soft_wrap=True)
 
 
 class RecordedRanks:
