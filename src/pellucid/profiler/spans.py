@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 
 class _CoreQueue(threading.local):
@@ -33,22 +34,25 @@ class SpanRecorder:
     """Records spans of one process: durations by name for the current step, and events for the timeline."""
 
     def __init__(self, trace_path: Path | None = None, process: str = "controller") -> None:
-        """Append to `trace_path`; without one only durations are kept. `process` is what people call it: `policy rank 0`."""
+        """Append to `trace_path`, from the first span on; without one only durations are kept.
+
+        `process` is what people call it: `policy rank 0`.
+        """
         self._durations_s: dict[str, float] = {}
-        self._trace, self._pid, self._process = None, os.getpid(), process
+        self._path, self._process = trace_path, process
+        self._trace: TextIO | None = None
+        self._pid, self._offset_us = os.getpid(), 0.0
         self._queue = _CoreQueue()
-        if trace_path is not None:
-            trace_path.parent.mkdir(parents=True, exist_ok=True)
-            resumed = trace_path.exists()
-            self._trace = trace_path.open("a", encoding="utf-8")
-            # The JSON array format of the trace viewers allows a missing "]", so a killed run stays readable.
-            self._trace.write("\n" if resumed else "[\n")  # below what may be half a line
-            self.set_clock(0.0)
 
     def set_clock(self, offset_us: float) -> None:
-        """Write down by how much the controller's clock is ahead of this process's."""
-        about = {"name": self._process, "host": socket.gethostname(), "clock_offset_us": offset_us}
-        self._write({"name": "process_name", "ph": "M", "pid": self._pid, "args": about})
+        """Note by how much the controller's clock is ahead of this process's."""
+        self._offset_us = offset_us
+        if self._trace is not None:
+            self._introduce(self._trace)
+
+    def _introduce(self, trace: TextIO) -> None:
+        about = {"name": self._process, "host": socket.gethostname(), "clock_offset_us": self._offset_us}
+        trace.write(json.dumps({"name": "process_name", "ph": "M", "pid": self._pid, "args": about}) + ",\n")
 
     @contextmanager
     def span(self, name: str, **args: str | int | float) -> Iterator[None]:
@@ -67,7 +71,7 @@ class SpanRecorder:
         With the processor time of the whole process in `cpu_s`, and in `queued_s` how long this thread waited for a core: what is
         neither, it waited for something else.
         """
-        if self._trace is None:
+        if self._path is None:
             yield
             return
         wall_us, start, cpu, queued = time.time_ns() // 1000, time.perf_counter(), time.process_time(), self._queue.seconds()
@@ -98,8 +102,20 @@ class SpanRecorder:
         )
 
     def _write(self, event: dict[str, object]) -> None:
-        if self._trace is not None:
-            self._trace.write(json.dumps(event) + ",\n")
+        if self._path is None:
+            return
+        if self._trace is None:
+            self._trace = self._open(self._path)
+        self._trace.write(json.dumps(event) + ",\n")
+
+    def _open(self, path: Path) -> TextIO:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        resumed = path.exists()
+        trace = path.open("a", encoding="utf-8")
+        # The JSON array format of the trace viewers allows a missing "]", so a killed run stays readable.
+        trace.write("\n" if resumed else "[\n")  # below what may be half a line
+        self._introduce(trace)
+        return trace
 
     def flush(self) -> None:
         """Hand what was recorded to the operating system, so that a kill loses none of it."""
@@ -117,7 +133,7 @@ class SpanRecorder:
         """Flush and close the timeline file."""
         if self._trace is not None:
             self._trace.close()
-            self._trace = None
+        self._path = self._trace = None
 
 
 class Lanes:
