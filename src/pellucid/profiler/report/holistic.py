@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pellucid.errors import MissingExtraError
-from pellucid.profiler.report.operators import CaptureStats
+from pellucid.profiler.report.operators import CaptureStats, Occasion
 
 TOP_KERNELS = 10
 
@@ -48,7 +48,7 @@ def device_times(captures: list[CaptureStats], folder: Path) -> tuple[list[Devic
     """Return device times and the largest kernels of captures that hold kernels.
 
     Args:
-        captures: with kernels; of a stage and step all ranks are looked at together.
+        captures: with kernels; all ranks of one occasion are looked at together.
         folder: the manifest's, below which the files lie.
 
     Raises:
@@ -60,13 +60,12 @@ def device_times(captures: list[CaptureStats], folder: Path) -> tuple[list[Devic
         raise MissingExtraError("profile report", "HolisticTraceAnalysis", "profile") from error
 
     logging.getLogger("hta").setLevel(logging.ERROR)
-    together: dict[tuple[str, int, str, int], dict[int, CaptureStats]] = defaultdict(dict)
+    together: dict[Occasion, dict[int, CaptureStats]] = defaultdict(dict)
     for capture in captures:
-        file = capture.file
-        together[capture.what, file.step, file.role, file.window][file.rank] = capture
+        together[capture.occasion][capture.file.rank] = capture
     devices: list[DeviceTime] = []
     kernels: list[KernelTime] = []
-    for (what, step, _, _), by_rank in together.items():
+    for occasion, by_rank in together.items():
         files = {rank: str((folder / capture.file.path).absolute()) for rank, capture in by_rank.items()}
         analysis = TraceAnalysis(trace_files=files)
         overlap = {}
@@ -78,8 +77,8 @@ def device_times(captures: list[CaptureStats], folder: Path) -> tuple[list[Devic
             devices.append(
                 DeviceTime(
                     process=by_rank[rank].name,
-                    what=what,
-                    step=step,
+                    what=occasion.what,
+                    step=occasion.step,
                     wall_s=float(row["kernel_time(us)"]) / 1e6,
                     compute_share=float(row["compute_time_pctg"]) / 100,
                     other_share=float(row["non_compute_time_pctg"]) / 100,
@@ -93,7 +92,7 @@ def device_times(captures: list[CaptureStats], folder: Path) -> tuple[list[Devic
                 KernelTime(
                     name=str(row["name"]),
                     process=by_rank[int(row["rank"])].name,
-                    what=what,
+                    what=occasion.what,
                     kind=str(row["kernel_type"]),
                     total_s=float(row["sum (us)"]) / 1e6,
                     mean_s=float(row["mean (us)"]) / 1e6,

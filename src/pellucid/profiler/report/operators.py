@@ -29,6 +29,20 @@ class OperatorTime:
     calls: int
 
 
+@dataclass(frozen=True, slots=True)
+class Occasion:
+    """What was captured, and when: the captures of several ranks at one occasion are told apart by the rank alone."""
+
+    what: str
+    """The stage, or `step`."""
+    step: int
+    role: str
+    call: int
+    """Which run of the stage within the step."""
+    window: int
+    """Cycle of the schedule."""
+
+
 @dataclass(slots=True)
 class CaptureStats:
     """What one trace says."""
@@ -62,6 +76,18 @@ class CaptureStats:
         return self.file.stage or "step"
 
     @property
+    def label(self) -> str:
+        """What it is of, in words: `rollout_generate, run 2`."""
+        run = f", run {self.file.call}" if self.file.call > 1 else ""
+        return f"{self.what}{run}{f', window {self.file.window}' if self.file.window > 1 else ''}"
+
+    @property
+    def occasion(self) -> Occasion:
+        """The same for what other ranks captured at the same time."""
+        file = self.file
+        return Occasion(self.what, file.step, file.role, file.call, file.window)
+
+    @property
     def name(self) -> str:
         """The process as people call it."""
         return self.file.process.replace("_", " ")
@@ -89,13 +115,12 @@ def capture_stats(file: ProfileFile, trace: TraceFile) -> CaptureStats:
     """
     collected = _collect(trace.events(), {file.stage} if file.stage else set(), file.units)
     main = max(collected.operators, key=lambda thread: len(collected.operators[thread]), default=None)
-    on_main = sorted(collected.operators[main], key=lambda op: (op[0], -op[1])) if main is not None else []
+    on_main = collected.operators[main] if main is not None else []
     times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for operators in collected.operators.values():
         for name, self_us in _self_times(sorted(operators, key=lambda op: (op[0], -op[1]))):
             times[name][0] += self_us
             times[name][1] += 1
-    on_main = collected.operators[main] if main is not None else []
     window = union(collected.ranges or _extent([*((start, start + duration) for start, duration, _ in on_main), *collected.kernels]))
     compute = clip(union((start, start + duration) for start, duration, name in on_main if _computes(name)), window)
     communication = clip(union(collected.communication), window)

@@ -240,13 +240,25 @@ def _stall(evidence: Evidence) -> Iterator[Finding]:
 def _captured_culprit(evidence: Evidence, stall: Stall) -> CaptureStats | None:
     """Return the capture of the one that others wait for: the time that these spend in collectives is missing in its own."""
     mine = [capture for capture in evidence.captures if capture.what == stall.stage and capture.name in stall.processes]
-    steps = {capture.file.step for capture in mine}
-    mine = [capture for capture in mine if capture.file.step == max(steps) and capture.wall_s]
-    if len(mine) < 2:
+    latest = max((capture.file.step for capture in mine), default=0)
+    mine = [capture for capture in mine if capture.file.step == latest]
+    exposed = _exposed_shares(mine)
+    if len(exposed) < 2:
         return None
-    first, second, *_ = sorted(mine, key=lambda capture: capture.exposed_s / capture.wall_s)
-    apart = second.exposed_s / second.wall_s - first.exposed_s / first.wall_s
-    return first if apart >= TELLING_SHARE else None
+    first, second, *_ = sorted(exposed, key=lambda name: exposed[name])
+    if exposed[second] - exposed[first] < TELLING_SHARE:
+        return None
+    return next(capture for capture in mine if capture.name == first)
+
+
+def _exposed_shares(captures: list[CaptureStats]) -> dict[str, float]:
+    """Return by process which part of its captures, of several runs or windows of a stage, it only communicates."""
+    wall: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    for capture in captures:
+        wall[capture.name] = wall.get(capture.name, 0.0) + capture.wall_s
+        exposed[capture.name] = exposed.get(capture.name, 0.0) + capture.exposed_s
+    return {name: exposed[name] / wall[name] for name in wall if wall[name]}
 
 
 def _captured_gap(evidence: Evidence, stage: str, process: str) -> str:
@@ -391,10 +403,10 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
         if capture.wall_s and not capture.num_kernels:
             by_what.setdefault((capture.what, capture.file.step), []).append(capture)
     for (what, step), captures in by_what.items():
-        least = min(captures, key=lambda capture: capture.exposed_s / capture.wall_s)
-        share = least.exposed_s / least.wall_s
+        shares = _exposed_shares(captures)
+        share = min(shares.values())
         # Time in a collective is also time spent waiting for a slower rank: the rank with the least of it waits for nobody.
-        if len(captures) > 1 and share >= EXPOSED_SHARE:
+        if len(shares) > 1 and share >= EXPOSED_SHARE:
             yield _finding(
                 evidence,
                 "communication",
@@ -403,7 +415,7 @@ def _communication(evidence: Evidence) -> Iterator[Finding]:
                 "Fewer and larger micro-batches communicate less often; or use fewer ranks, or a faster network.",
                 share * _stage_seconds(evidence, what),
                 what,
-                _names(tuple(capture.name for capture in captures)),
+                _names(shares),
             )
 
 
