@@ -50,7 +50,7 @@ def reward_stats(controller: Process, chosen: ChosenSteps) -> RewardStats | None
         by_stage: dict[int, list[Span]] = defaultdict(list)
         for span in controller.steps[step.step]:
             if span.name == CALL:
-                inside = next((index for index, stage in enumerate(stages) if _overlap(stage, span)), None)
+                inside = next((index for index, stage in enumerate(stages) if span.overlaps(stage)), None)
                 if inside is not None:
                     by_stage[inside].append(span)
         for mine in by_stage.values():
@@ -77,10 +77,6 @@ def reward_stats(controller: Process, chosen: ChosenSteps) -> RewardStats | None
         stage_s=stage_us / 1e6 / len(chosen.steps),
         step_share=stage_us / 1e6 / chosen.wall_s,
     )
-
-
-def _overlap(stage: Span, call: Span) -> bool:
-    return call.start_us < stage.end_us and stage.start_us < call.end_us
 
 
 def _concurrency(calls: list[Span]) -> tuple[float, int]:

@@ -86,6 +86,10 @@ class ChosenSteps:
     steps: list[StepSpans]
     left_out: dict[int, str] = field(default_factory=dict)
     """Finished steps that are not among them, and why."""
+    captured: tuple[int, ...] = ()
+    """Those among them that are slower for being captured."""
+    warming_up: tuple[int, ...] = ()
+    """Those among them that are the first after a start."""
     unfinished: list[int] = field(default_factory=list)
     """Steps of which the timeline has no end."""
 
@@ -117,22 +121,24 @@ def choose_steps(controller: Process, profiled: Collection[int] = (), *, keep_al
     Args:
         controller: the process that drives the run.
         profiled: steps in which a tool captured something, which costs time.
-        keep_all: leave out none.
+        keep_all: leave out none, and only say which they are.
     """
     finished: dict[int, StepSpans] = {}
     unfinished: list[int] = []
     for step, spans in controller.steps.items():
-        whole = next((span for span in spans if span.name == "step" and span.lane == 0), None)
+        whole = controller.step_span(step)
         if whole is None:
             if any(span.name not in BETWEEN for span in spans):
                 unfinished.append(step)
             continue
         finished[step] = StepSpans(step, whole, _stages_within(whole, spans))
     chosen = ChosenSteps(list(finished.values()), unfinished=unfinished)
+    first_of_start = {step.span.pid: step.step for step in reversed(chosen.steps) if step.span.pid not in controller.warm}
     if not keep_all:
-        first_of_start = {step.span.pid: step.step for step in reversed(chosen.steps)}
         _leave_out(chosen, set(profiled), "captured, which costs time")
         _leave_out(chosen, set(first_of_start.values()), "first after a start: warm-up")
+    chosen.captured = tuple(step for step in chosen.numbers if step in profiled)
+    chosen.warming_up = tuple(step for step in chosen.numbers if step in first_of_start.values())
     return chosen
 
 

@@ -15,6 +15,7 @@ from pellucid.errors import UserError
 LAST_STEPS = 200
 """Steps that are read unless others are asked for: the last ones, of which a long run's report is made."""
 CONTROLLER = "controller"
+STEP = "step"
 MERGED = "merged.json.gz"
 _RANK_FILE = re.compile(r"(?P<pool>.+)_rank_(?P<rank>\d+)")
 
@@ -50,6 +51,10 @@ class Span:
         middle_us = other.start_us + other.dur_us / 2
         return self is not other and other.dur_us <= self.dur_us and self.start_us <= middle_us <= self.end_us
 
+    def overlaps(self, other: "Span") -> bool:
+        """Tell whether the two share time."""
+        return self.start_us < other.end_us and other.start_us < self.end_us
+
 
 @dataclass(frozen=True, slots=True)
 class Clock:
@@ -74,6 +79,17 @@ class Process:
     rank: int
     steps: dict[int, list[Span]] = field(default_factory=dict)
     """Spans of each step, in order of their starts; where a step was run twice, of the last time."""
+    warm: set[int] = field(default_factory=set)
+    """Ids of the processes that had run a step before those that are read."""
+
+    def step_span(self, step: int) -> Span | None:
+        """Return a whole step of the controller; None where it has not finished."""
+        return next((span for span in self.steps.get(step, ()) if span.name == STEP and span.lane == 0), None)
+
+    def drop_first(self) -> None:
+        """Forget the first step, all but that its process is warm."""
+        spans = self.steps.pop(min(set(self.steps) - {0}))
+        self.warm |= {span.pid for span in spans if span.name == STEP}
 
 
 @dataclass(slots=True)
@@ -97,12 +113,13 @@ class Timeline:
 
 
 def timeline_files(folder: Path) -> list[Path]:
-    """Return the files of a timeline, the controller's first.
+    """Return the files of a timeline, the controller's first; a merged trace may lie beside them.
 
     Raises:
         UserError: there is none of the controller.
     """
-    files = sorted((path for path in folder.glob("*.json")), key=_file_order)
+    names = (path for path in folder.glob("*.json") if path.stem == CONTROLLER or _RANK_FILE.fullmatch(path.stem))
+    files = sorted(names, key=_file_order)
     if not files or files[0].stem != CONTROLLER:
         raise UserError(
             "RUN",
@@ -144,13 +161,23 @@ def read_timeline(
         )
         for event in read_events(path, on_damage=lambda: _count_damage(timeline)):
             step = event.get("args", {}).get("step")
-            if event.get("ph") != "X" or step is None or (only_step is not None and step != only_step):
+            if event.get("ph") != "X" or step is None:
+                continue
+            if only_step is not None and step != only_step:
+                if event["name"] == STEP and step < only_step:
+                    process.warm.add(event["pid"])
                 continue
             process.steps.setdefault(step, []).append(_span(event, clocks))
-            if len(process.steps) > last_steps + 1:  # validation before training is step 0, and stays beside the last ones
-                del process.steps[min(set(process.steps) - {0})]
+            # Beside the last ones there may be a step that goes on, and step 0, validation before training.
+            if len(process.steps) > last_steps + 1 + (0 in process.steps):
+                process.drop_first()
         process.steps = {step: _last_attempt(spans) for step, spans in sorted(process.steps.items())}
-        timeline.processes.append(process)
+        if timeline.processes:
+            process.steps = _within(timeline.controller, process.steps)
+        elif sum(process.step_span(step) is not None for step in process.steps) > last_steps:
+            process.drop_first()
+        if process.steps or not timeline.processes:
+            timeline.processes.append(process)
         on_read(path.stat().st_size)
     return timeline
 
@@ -208,9 +235,19 @@ def _span(event: dict[str, Any], clocks: dict[int, Clock]) -> Span:
 def _last_attempt(spans: list[Span]) -> list[Span]:
     """Return the spans of the last time that a step was run: after a restart it is run again, here or in a new process."""
     kept = [span for span in spans if span.pid == spans[-1].pid]
-    begun = [span.start_us for span in kept if span.name == "step"]
+    begun = [span.start_us for span in kept if span.name == STEP]
     kept = [span for span in kept if not begun or span.start_us >= begun[-1]]
     return sorted(kept, key=lambda span: (span.start_us, -span.dur_us))
+
+
+def _within(controller: Process, steps: dict[int, list[Span]]) -> dict[int, list[Span]]:
+    """Return a rank's spans of the controller's finished steps: a start with more ranks leaves files that none goes on with."""
+    kept: dict[int, list[Span]] = {}
+    for step, spans in steps.items():
+        whole = controller.step_span(step)
+        if whole is not None and (mine := [span for span in spans if span.overlaps(whole)]):
+            kept[step] = mine
+    return kept
 
 
 def _file_order(path: Path) -> tuple[bool, str, int]:
