@@ -3,7 +3,7 @@
 import gzip
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -220,8 +220,136 @@ def test_captured_steps_do_not_count_where_others_are_left(tmp_path):
     manifest = Manifest(profiled=[3])
     (run / "profile").mkdir()
     manifest.write(run / "profile")
-    assert 3 not in report_of(run).chosen.numbers
-    assert report_of(run, step=3).chosen.numbers == (3,)
+    assert 3 not in report_of(run).chosen.numbers and not report_of(run).caveats
+    report = report_of(run, step=3)
+    assert report.chosen.numbers == (3,) and report.caveats == ["Captured, and slower for it: step 3."]
+    assert report.caveats[0] in report_page(report) and report.caveats[0] in command("report", run, "--step", 3)[1]
+
+
+def test_warm_up_is_said_where_it_counts(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 6)
+    assert report_of(run, step=1).chosen.warming_up == (1,) and not report_of(run, step=2).caveats
+    report = report_of(run, last_steps=3)
+    assert report.chosen.numbers == (4, 5, 6) and not report.notes, "step 4 is the first that is read, not the first of the run"
+    going_on = Writer(run / "timeline", "controller", "controller", 100)
+    going_on.span("rollout_generate", 60.0, 1.0, cpu_s=1.0, step=7)
+    going_on.write()
+    report = report_of(run, last_steps=1)
+    assert report.chosen.numbers == (6,) and report.chosen.unfinished == [7] and not report.caveats
+    report = report_of(write_run(tmp_path / "short", [HEALTHY] * 2))
+    assert report.chosen.numbers == (1, 2) and report.caveats == ["First after a start, with its warm-up: step 1."]
+
+
+# The profiler's own time
+
+
+def write_with_writing(run: Path, *, writing_s: float) -> Path:
+    """Write the one step of a run in which one process holds all: it samples 1 s, then updates 2 s in two micro-batches.
+
+    It needs `writing_s` to start each capture and to write it: while it samples, around the update and between its micro-batches.
+    """
+    controller = Writer(make_run(run), "controller", "controller", 1)
+    around = {"cpu_s": writing_s, "step": 1}
+    controller.span("write_profile", 0.5, writing_s, **around)
+    controller.span("rollout_generate", 0, 1.0 + writing_s, cpu_s=0.99 + writing_s, step=1)
+    controller.span("write_profile", 1.0 + writing_s, writing_s, **around)
+    begin = 1.0 + 2 * writing_s
+    controller.span("micro_batch", begin, 1.0, cpu_s=0.95, step=1, stage="actor_update")
+    controller.span("write_profile", begin + 1.0, writing_s, **around)
+    controller.span("micro_batch", begin + 1.0 + writing_s, 1.0, cpu_s=0.95, step=1, stage="actor_update")
+    controller.span("actor_update", begin, 2.0 + writing_s, cpu_s=1.9 + writing_s, step=1)
+    controller.span("write_profile", begin + 2.0 + writing_s, writing_s, **around)
+    controller.span("step", 0, 3.0 + 4 * writing_s, cpu_s=2.9 + 4 * writing_s, step=1)
+    controller.span("write_profile", 3.0 + 4 * writing_s, 2 * writing_s, **around)
+    controller.write()
+    return run
+
+
+def figures_of(report) -> dict:
+    """Return all that the tables of a report show of stages and processes."""
+    shares = [(share.process, share.stage, *(value for value in vars_of(share) if isinstance(value, float))) for share in report.shares]
+    return {
+        "stages": [(stage.stage, stage.mean_s, stage.share) for stage in report.stages],
+        "step": report.chosen.mean_s,
+        "shares": shares,
+        "path": [(leg.stage, leg.process, leg.start_s, leg.wall_s, leg.own_s, leg.units_s) for leg in report.path],
+        "findings": [(finding.kind, finding.where, finding.lost_s) for finding in report.verdict.findings],
+    }
+
+
+def vars_of(record) -> list:
+    return [getattr(record, field.name) for field in fields(record)]
+
+
+def assert_same(figures, expected):
+    if isinstance(expected, dict):
+        assert figures.keys() == expected.keys()
+        figures, expected = list(figures.values()), list(expected.values())
+    if isinstance(expected, list | tuple):
+        assert len(figures) == len(expected), (figures, expected)
+        for one, other in zip(figures, expected):
+            assert_same(one, other)
+    else:
+        assert figures == (pytest.approx(expected, abs=2e-5) if isinstance(expected, float) else expected)
+
+
+def test_the_only_step_is_shown_without_what_its_captures_took(tmp_path):
+    plain = report_of(write_with_writing(tmp_path / "plain", writing_s=0.0))
+    run = write_with_writing(tmp_path / "captured", writing_s=4.0)
+    report = report_of(run)
+    assert_same(figures_of(report), figures_of(plain))
+    assert report.chosen.mean_s == pytest.approx(3.0, abs=1e-5) and not report.verdict.findings
+    assert [round(stage.mean_s, 3) for stage in report.stages] == [1.0, 2.0, 0.0]
+    caveats = [
+        "Captured, and slower for it: step 1. What starting and writing captures took, 16.0 s, is left out of all figures.",
+        "First after a start, with its warm-up: step 1.",
+    ]
+    assert report.caveats == caveats
+    status, output = command("report", run)
+    assert status == 0 and all(caveat in output and caveat in report_page(report) for caveat in caveats)
+
+
+def write_ranks_with_writing(run: Path, *, rollout_s: tuple[float, float], writing_s: float, within: bool) -> Path:
+    """Write the one step of two ranks: they sample each for itself, then update for 2 s in lock step.
+
+    Rank 0 is captured, and needs `writing_s` to write each stage: at its end, or `within` it, as with a schedule.
+    """
+    timeline = make_run(run)
+    controller = Writer(timeline, "controller", "controller", 100)
+    ranks = [Writer(timeline, f"policy_rank_{rank}", f"policy rank {rank}", 101 + rank) for rank in (0, 1)]
+    inner = writing_s if within else 0.0
+    own = {"cpu_s": 0.9 * writing_s, "step": 1}
+    # Sampling: rank 0 writes in it or after it, the other one does not wait for that.
+    ranks[0].span("write_profile", 0.5 if within else rollout_s[0], writing_s, **own)
+    ranks[0].span("rollout_generate", 0, rollout_s[0] + inner, cpu_s=0.98 * rollout_s[0] + 0.9 * inner, step=1)
+    ranks[1].span("rollout_generate", 0, rollout_s[1], cpu_s=0.98 * rollout_s[1], step=1)
+    begin = max(rollout_s[0] + writing_s, rollout_s[1])
+    controller.span("rollout_generate", 0, begin, cpu_s=0.001, step=1)
+    # The update: rank 0 writes between its micro-batches or after them; in the former case rank 1 waits in its second one.
+    for number, writer in enumerate(ranks):
+        waits = inner if number == 1 else 0.0
+        writer.span("micro_batch", begin, 1.0, cpu_s=0.95, step=1, stage="actor_update")
+        writer.span("micro_batch", begin + 1.0 + inner - waits, 1.0 + waits, cpu_s=0.95, step=1, stage="actor_update")
+        writer.span("actor_update", begin, 2.0 + inner, cpu_s=1.9 + (0.9 * inner if number == 0 else 0.0), step=1)
+    ranks[0].span("write_profile", begin + (1.0 if within else 2.0), writing_s, **own)
+    end = begin + 2.0 + writing_s
+    controller.span("actor_update", begin, 2.0 + writing_s, cpu_s=0.001, step=1)
+    controller.span("advantage", end, 0.1, cpu_s=0.1, step=1)
+    controller.span("step", 0, end + 0.1, cpu_s=0.1, step=1)
+    for writer in (controller, *ranks):
+        writer.write()
+    return run
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("rollout_s", [(1.0, 1.0), (1.0, 3.0), (3.0, 1.0)])
+def test_what_one_rank_writes_counts_for_none(tmp_path, rollout_s, within):
+    plain = report_of(write_ranks_with_writing(tmp_path / "plain", rollout_s=rollout_s, writing_s=0.0, within=within))
+    report = report_of(write_ranks_with_writing(tmp_path / "captured", rollout_s=rollout_s, writing_s=2.5, within=within))
+    assert_same(figures_of(report), figures_of(plain))
+    by_name = {stage.stage: stage.mean_s for stage in report.stages}
+    assert by_name["rollout_generate"] == pytest.approx(max(rollout_s), abs=1e-5)
+    assert by_name["actor_update"] == pytest.approx(2.0, abs=1e-5)
 
 
 # Files as they are found
@@ -249,6 +377,38 @@ def test_a_step_that_ranks_ran_twice_counts_once(tmp_path):
         writer.write()
     shares = report_of(run, step=4).shares
     assert [share.tokens for share in shares if share.stage == "actor_update"] == [3000.0, 3000.0]
+
+
+def test_a_rank_that_only_an_earlier_start_had_does_not_count(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 4)
+    # A start with one rank more was lost in step 3, and this one runs the step anew with two.
+    lost = Writer(run / "timeline", "policy_rank_2", "policy rank 2", 800)
+    lost.span("actor_update", -20.0, 9.0, cpu_s=9.0, step=3)
+    lost.write()
+    report = report_of(run)
+    assert [process.key for process in report.timeline.ranks] == ["policy_rank_0", "policy_rank_1"]
+    assert report.verdict.findings == () and {share.process for share in report.shares} <= {"controller", "policy rank 0", "policy rank 1"}
+    leg = next(leg for leg in report_of(run, step=3).path if leg.stage == "actor_update")
+    assert leg.process != "policy rank 2" and leg.others == 1
+
+
+def test_only_the_steps_that_an_earlier_rank_ran_count_for_it(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 4)
+    rank = run / "timeline" / "policy_rank_1.json"
+    lines = [line for line in rank.read_text().splitlines() if '"step": 4' not in line]
+    rank.write_text("\n".join(lines) + "\n")
+    stale = Writer(run / "timeline", "policy_rank_1", "policy rank 1", 102)
+    stale.span("actor_update", -20.0, 9.0, cpu_s=9.0, step=4)
+    stale.write()
+    timeline = read_timeline(run / "timeline")
+    assert [sorted(process.steps) for process in timeline.ranks] == [[1, 2, 3, 4], [1, 2, 3]]
+
+
+def test_a_merged_trace_beside_the_timeline_is_no_rank(tmp_path):
+    run = write_run(tmp_path / "run", [HEALTHY] * 4)
+    assert command("merge", run, "--out", run / "timeline" / "all.json")[0] == 0
+    assert [process.key for process in read_timeline(run / "timeline").processes] == ["controller", "policy_rank_0", "policy_rank_1"]
+    assert "3 processes" in command("merge", run)[1]
 
 
 def test_half_a_line_costs_no_more_than_itself(tmp_path):
@@ -375,6 +535,10 @@ def test_communication_is_blamed_only_where_every_rank_waits_in_it(tmp_path):
     assert not findings_of(with_captures(write_run(tmp_path / "one", [HEALTHY] * 5), rank0=waits, rank1=works))
     [finding] = findings_of(with_captures(write_run(tmp_path / "all", [HEALTHY] * 5), rank0=waits, rank1=waits))
     assert finding.kind == "communication" and "90%" in finding.sentence
+    run = with_captures(write_run(tmp_path / "twice", [HEALTHY] * 5), rank0=waits, rank1=waits)
+    twice = [captured_file("rank0.json.gz", 0), captured_file("rank1.json.gz", 0, call=2)]
+    Manifest(files=twice, profiled=[2]).write(run / "profile")
+    assert not findings_of(run), "two captures of one rank say nothing of others"
 
 
 def gpu_events() -> list:
@@ -399,6 +563,19 @@ def test_kernels_are_read_by_holistic_trace_analysis(tmp_path):
     assert [finding.kind for finding in report.verdict.findings] == ["device_idle"]
 
 
+def test_runs_of_a_stage_within_a_step_are_analysed_each(tmp_path):
+    pytest.importorskip("hta")
+    run = write_run(tmp_path / "run", [HEALTHY] * 5)
+    files = []
+    for call in (1, 2):
+        write_trace(run / "profile" / f"{call}.json.gz", gpu_events())
+        files.append(captured_file(f"{call}.json.gz", call=call))
+    Manifest(files=files, profiled=[2]).write(run / "profile")
+    report = report_of(run)
+    assert len(report.devices) == 2 and len(report.kernels) == 2
+    assert "actor_update, run 2" in report_page(report)
+
+
 def test_without_holistic_trace_analysis_the_report_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
     report = report_of(with_captures(write_run(tmp_path / "run", [HEALTHY] * 5), rank1=gpu_events()))
@@ -410,9 +587,13 @@ def test_a_torn_capture_and_a_damaged_manifest_are_said(tmp_path):
     path = run / "profile" / "rank1.json.gz"
     path.write_bytes(path.read_bytes()[:-30])
     assert any("was left out" in note for note in report_of(run).notes)
-    (run / "profile" / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="no manifest"):
-        report_of(run)
+    manifest = run / "profile" / "manifest.json"
+    whole = json.loads(manifest.read_text())
+    newer = whole | {"files": [{"path": "x", "colour": "red"}]}
+    for text in ("{", "[]", "{}", json.dumps(newer), json.dumps(whole | {"version": 99})):
+        manifest.write_text(text)
+        with pytest.raises(UserError, match="no manifest"):
+            report_of(run)
 
 
 # The merged trace
@@ -601,6 +782,7 @@ def test_the_merge_and_diff_commands(tmp_path):
     [
         (["report", "nowhere"], "does not exist"),
         (["merge", "run", "--out", "trace.txt"], "Let it end in .json.gz"),
+        (["merge", "run", "--out", "run/timeline/controller.json"], "is a part of the timeline"),
         (["report", "run", "--html", "."], "cannot be written"),
         (["analyse", "nowhere"], "does not exist"),
     ],

@@ -39,7 +39,8 @@ from pellucid.profiler.report.steps import (
 )
 from pellucid.profiler.report.timeline import LAST_STEPS, Timeline, read_timeline, timeline_files
 from pellucid.profiler.report.trace import TraceError, TraceFile
-from pellucid.profiler.report.verdict import Evidence, Verdict, verdict
+from pellucid.profiler.report.verdict import Evidence, Verdict, seconds, verdict
+from pellucid.profiler.report.writing import take_out_writing
 from pellucid.rundir import RunDir
 from pellucid.stages import Stage
 
@@ -69,6 +70,8 @@ class Report:
     kernels: list[KernelTime]
     memory_gb: dict[str, float]
     """Peaks over the run, by metric."""
+    caveats: list[str]
+    """What to know of the steps before believing the figures."""
     notes: list[str]
     """What limits the report: steps left out, files that are torn, figures that were not recorded."""
 
@@ -86,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         return Manifest.read(folder)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise UserError(
             str(folder / MANIFEST), f"is no manifest of captures ({error}).", "Move it away to look at the timeline alone."
         ) from error
@@ -126,7 +129,8 @@ def build_report(
     timeline = read_timeline(run.timeline, only_step=step, last_steps=last_steps, on_read=on_read)
     folder = profile_folder(run.path)
     manifest = read_manifest(folder)
-    chosen = choose_steps(timeline.controller, manifest.profiled, keep_all=step is not None)
+    writing_s = take_out_writing(timeline)
+    chosen = choose_steps(timeline.controller, {*manifest.profiled, *writing_s}, keep_all=step is not None)
     if not chosen.steps:
         raise _no_step(run, step)
     device = _device(run)
@@ -173,6 +177,7 @@ def build_report(
         devices=devices,
         kernels=kernels,
         memory_gb=_memory_gb(run),
+        caveats=_caveats(chosen, sum(writing_s.get(number, 0.0) for number in chosen.numbers)),
         notes=notes,
     )
 
@@ -207,6 +212,16 @@ def _devices(captures: list[CaptureStats], folder: Path, notes: list[str]) -> tu
     except MissingExtraError as error:
         notes.append(f"The traces hold GPU kernels, of which only their total is shown: HolisticTraceAnalysis is missing. {error.remedy}.")
         return [], []
+
+
+def _caveats(chosen: ChosenSteps, writing_s: float) -> list[str]:
+    caveats: list[str] = []
+    if chosen.captured:
+        left_out = f" What starting and writing captures took, {seconds(writing_s)}, is left out of all figures." if writing_s else ""
+        caveats.append(f"Captured, and slower for it: step {ranges(chosen.captured)}.{left_out}")
+    if chosen.warming_up:
+        caveats.append(f"First after a start, with its warm-up: step {ranges(chosen.warming_up)}.")
+    return caveats
 
 
 def _notes(timeline: Timeline, chosen: ChosenSteps, *, works_have_cpu: bool) -> list[str]:

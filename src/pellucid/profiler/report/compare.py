@@ -101,7 +101,7 @@ class Comparison:
 def compare(a: Report, b: Report) -> Comparison:
     """Compare two runs over the steps that both have, or where they share none over all of each."""
     common = sorted(set(a.chosen.numbers) & set(b.chosen.numbers))
-    notes: list[str] = []
+    notes = [f"{side}: {caveat}" for side, report in (("A", a), ("B", b)) for caveat in report.caveats]
     if not common:
         notes.append("The runs have no step in common; the medians are of all steps of each.")
     step = _change(STEP, _steps(a, common), _steps(b, common))

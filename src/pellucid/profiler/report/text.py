@@ -30,6 +30,8 @@ def report_renderables(report: Report) -> Iterator[RenderableType]:
     chosen = report.chosen
     count = f"step {ranges(chosen.numbers)}" if len(chosen.steps) < 4 else f"{len(chosen.steps)} steps ({ranges(chosen.numbers)})"
     yield Text(f"{report.run}: {count}, {seconds(chosen.mean_s)} each, {processes_line(report)}", style="bold")
+    for caveat in report.caveats:
+        yield Text(caveat, style="yellow")
     yield _verdict(report.verdict)
     yield _stages(report)
     if report.between:
@@ -219,7 +221,7 @@ def _captures(report: Report) -> Iterator[RenderableType]:
     for capture in report.captures:
         wall = capture.wall_s or 1.0
         table.add_row(
-            capture.what,
+            capture.label,
             capture.name,
             str(capture.file.step),
             seconds(capture.wall_s),
