@@ -78,9 +78,12 @@ def merge(
     path = out or directory.timeline / MERGED
     if path.suffix not in (".gz", ".json"):
         raise UserError("--out", f"'{path}' is no name of a trace.", "Let it end in .json.gz or .json.")
+    sources = timeline_files(directory.timeline)
+    if path.absolute() in [source.absolute() for source in sources]:
+        raise UserError("--out", f"'{path}' is a part of the timeline itself.", "Name another file.")
     folder = profile_folder(directory.path)
     captures = torch_files(read_manifest(folder), folder) if operators else []
-    size = sum(file.stat().st_size for file in [*timeline_files(directory.timeline), *(folder / file.path for file in captures)])
+    size = sum(file.stat().st_size for file in [*sources, *(folder / file.path for file in captures)])
     with _reading("merging", size) as advance:
         done = merge_traces(directory.timeline, path, captures, folder, advance)
     for note in done.notes:
