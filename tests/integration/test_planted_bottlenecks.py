@@ -75,6 +75,27 @@ def test_a_process_that_sleeps_is_the_bottleneck(planted: Workspace) -> None:
     assert "in its micro-batches" in first.sentence and first.lost_s >= SLEEP_S * 0.9
 
 
+def test_a_run_whose_only_step_is_captured_is_reported_without_what_that_took(planted: Workspace) -> None:
+    steps = ("trainer.total_training_steps=1", "global_profiler.steps=[1]")
+    planted.train(*QUIET, *CAPTURE, *steps, "actor_rollout_ref.rollout.profiler.enable=true")
+    lines = (planted.run_dir / "timeline" / "controller.json").read_text().splitlines()
+    spans = [json.loads(line.removesuffix(",")) for line in lines if line.startswith('{"name"') and '"X"' in line]
+    [whole] = [span for span in spans if span["name"] == "step"]
+    inside = [
+        span["dur"] / 1e6
+        for span in spans
+        if span["name"] == "write_profile" and whole["ts"] <= span["ts"] < whole["ts"] + whole["dur"] - 1
+    ]
+    report = report_of(planted.run_dir)
+    assert report.chosen.numbers == report.chosen.captured == (1,) and inside
+    assert report.chosen.mean_s == pytest.approx(whole["dur"] / 1e6 - sum(inside), abs=1e-3)
+    assert "outside_stages" not in [finding.kind for finding in report.verdict.findings]
+    assert sum(stage.mean_s for stage in report.stages) == pytest.approx(report.chosen.mean_s, abs=1e-3)
+    done = planted.run("profile", "report", "run")
+    page = (planted.run_dir / "timeline" / "report.html").read_text()
+    assert "Captured, and slower for it: step 1." in done.text and "Captured, and slower for it: step 1." in page
+
+
 @pytest.mark.slow
 def test_the_rank_that_has_more_to_do_is_the_bottleneck(planted: Workspace) -> None:
     pytest.importorskip("ray")
