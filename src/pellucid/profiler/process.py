@@ -237,7 +237,8 @@ class ProcessProfiler:
     def _collect(self, opened: _Open) -> bool:
         """Let a tool that has warmed up collect; return whether that worked."""
         opened.collecting, opened.started_at = True, time.time()
-        done = self._attempt("start", opened.capture, opened.role, lambda: opened.tool.start(opened.capture) or True)
+        with self.spans.detail(WRITE, step=opened.capture.step):
+            done = self._attempt("start", opened.capture, opened.role, lambda: opened.tool.start(opened.capture) or True)
         if done is None:
             self._open = None
         return done is not None

@@ -86,7 +86,9 @@ class TorchMemoryTool:
 def _path(capture: Capture, suffix: str) -> Path:
     folder = capture.folder / f"step{capture.step}"
     folder.mkdir(exist_ok=True)
-    what = "" if capture.stage is None else f"_{capture.stage}"
+    # The policy's ranks go unnamed; on other machines another pool's may have the same number and process id.
+    of_step = "" if capture.role == "policy" else f"_{capture.role}"
+    what = of_step if capture.stage is None else f"_{capture.stage}"
     what += f"_call{capture.call}" if capture.call > 1 else ""
     what += f"_window{capture.window}" if capture.window > 1 else ""
     return folder / f"torch_memory{what}_rank{capture.rank}_pid{capture.pid}{suffix}"
