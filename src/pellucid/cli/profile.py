@@ -70,7 +70,8 @@ def merge(
 
     [bold]pellucid profile merge outputs/pellucid/demo[/bold]
     """
-    from pellucid.profiler.report.build import profile_folder, read_manifest, torch_files
+    from pellucid.profiler.manifest import manifest_folder
+    from pellucid.profiler.report.build import read_manifest, torch_files
     from pellucid.profiler.report.merge import merge as merge_traces
     from pellucid.profiler.report.timeline import MERGED, timeline_files
 
@@ -81,7 +82,7 @@ def merge(
     sources = timeline_files(directory.timeline)
     if path.absolute() in [source.absolute() for source in sources]:
         raise UserError("--out", f"'{path}' is a part of the timeline itself.", "Name another file.")
-    folder = profile_folder(directory.path)
+    folder = manifest_folder(directory.path)
     captures = torch_files(read_manifest(folder), folder) if operators else []
     size = sum(file.stat().st_size for file in [*sources, *(folder / file.path for file in captures)])
     with _reading("merging", size) as advance:
@@ -136,13 +137,14 @@ def analyse(
 
     [bold]pellucid profile analyse outputs/pellucid/demo[/bold]
     """
-    from pellucid.profiler.report.build import profile_folder, read_manifest
+    from pellucid.profiler.manifest import manifest_folder
+    from pellucid.profiler.report.build import read_manifest
     from pellucid.profiler.tools.npu import SUFFIX, Analysis
     from pellucid.profiler.tools.npu import analyse as analyse_folder
 
     if not run.is_dir():
         raise UserError("RUN", f"the folder '{run}' does not exist.", "Give a run, or a folder of captures.")
-    folder = profile_folder(run)
+    folder = manifest_folder(run)
     files = [folder / file.path for file in read_manifest(folder).files if file.tool == "npu"]
     named = {parent for file in files for parent in file.parents if parent.name.endswith(SUFFIX)}
     result = Analysis()

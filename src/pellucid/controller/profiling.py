@@ -18,8 +18,16 @@ from pellucid.config import RunConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
-from pellucid.profiler.manifest import JOURNALS, MANIFEST, Journal, Manifest, ProfileFailure, read_journals
-from pellucid.profiler.process import WRITE, ProcessProfiler, ProfilerError
+from pellucid.profiler.manifest import (
+    JOURNALS,
+    MANIFEST,
+    Journal,
+    Manifest,
+    ProfileFailure,
+    manifest_folder,
+    read_journals,
+)
+from pellucid.profiler.process import WRITE, ProcessProfiler, ProfilerError, megabytes
 from pellucid.profiler.request import ProcessRequest, RoleRequest
 from pellucid.profiler.tools import ToolSettings, tool_class
 from pellucid.profiler.tools.base import free_path
@@ -28,11 +36,6 @@ from pellucid.stages import Stage, Unit, stages_of
 
 POOL = "policy"
 """What captures of whole steps are called after where one process holds all roles; under Ray, the policy's pool."""
-
-
-def manifest_folder(run_dir: Path) -> Path:
-    """Return the folder of the run's manifest, in the run's own: captures may go elsewhere, and share a folder with others'."""
-    return run_dir.absolute() / "profile"
 
 
 def save_folder(save_path: str | None, run_dir: Path) -> Path:
@@ -273,11 +276,11 @@ class RunProfiler:
         if new:
             size = sum(file.bytes or 0 for file in new)
             left = [step for step in self._steps if step > max(steps)]
-            more = f"; the {len(left)} to come take about {size * len(left) / 1e6:,.1f} MB more" if left and size else ""
+            more = f"; the {len(left)} to come take about {megabytes(size * len(left))} more" if left and size else ""
             if late := sum(file.bytes is None for file in new):
                 more += f"; {late} are written when the run is over"
             console.print(
-                f"profiled step {', '.join(map(str, sorted(steps)))}: {len(new)} files, {size / 1e6:,.1f} MB{more} ({path})",
+                f"profiled step {', '.join(map(str, sorted(steps)))}: {len(new)} files, {megabytes(size)}{more} ({path})",
                 markup=False,
                 soft_wrap=True,
             )

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pellucid.config import RunConfig
 from pellucid.console import console, error_console, notice
-from pellucid.controller.profiling import controller_request, finish, manifest_folder, save_folder
+from pellucid.controller.profiling import controller_request, finish, save_folder
 from pellucid.errors import UserError
-from pellucid.profiler.manifest import JOURNALS
+from pellucid.profiler.manifest import JOURNALS, manifest_folder
 from pellucid.profiler.nsys_command import (
     NUM_TRIES,
     OPTIONS_KEY,

@@ -153,6 +153,11 @@ def read_journals(folder: Path) -> tuple[list[ProfileFile], list[ProfileFailure]
     return order, failures
 
 
+def manifest_folder(run_dir: Path) -> Path:
+    """Return the folder of the run's manifest, in the run's own: captures may go elsewhere, and share a folder with others'."""
+    return run_dir.absolute() / "profile"
+
+
 def plain_files(paths: Iterable[Path]) -> list[Path]:
     """Return the files among `paths` and in their folders."""
     found: list[Path] = []

@@ -78,7 +78,7 @@ class ProcessProfiler:
         self._sampler: _Sampler | None = None
         self._calls: Counter[Stage] = Counter()
         """How often each stage has been captured in this step."""
-        self._num_captures, self._bytes, self._largest = 0, 0, 0
+        self._bytes, self._largest = 0, 0
         self.writing = False
         """Whether a tool writes its files at this moment."""
         self._in_mini_batch = False
@@ -216,7 +216,6 @@ class ProcessProfiler:
 
         with self.spans.detail(WRITE, step=self._step):
             self._open = self._attempt("start", capture, role, begin)
-        self._num_captures += self._open is not None
         return self._open is not None
 
     def _capture(self, folder: Path, name: str, stage: Stage | None, window: int = 1) -> Capture:
@@ -229,7 +228,6 @@ class ProcessProfiler:
             stage,
             request.rank,
             request.num_ranks,
-            number=self._num_captures + 1,
             call=1 if stage is None else self._calls[stage],
             window=window,
         )
@@ -304,8 +302,8 @@ class ProcessProfiler:
         if self._bytes + self._largest <= limit:
             return True
         self._spent = True
-        more = f", and another capture takes {_megabytes(self._largest)}" if self._bytes <= limit else ""
-        spent = f"global_profiler.max_bytes ({_megabytes(limit)}) is spent: {_megabytes(self._bytes)} written{more}"
+        more = f", and another capture takes {megabytes(self._largest)}" if self._bytes <= limit else ""
+        spent = f"global_profiler.max_bytes ({megabytes(limit)}) is spent: {megabytes(self._bytes)} written{more}"
         self._fail(capture, role, f"{spent}; nothing more is captured", final=True)
         return False
 
@@ -315,7 +313,7 @@ class ProcessProfiler:
         free = shutil.disk_usage(existing).free
         if free >= max(PLAIN_RATIO * self._largest, MIN_FREE_BYTES):
             return True
-        self._fail(capture, role, f"only {_megabytes(free)} are left on the disk of {existing}; this capture is left out")
+        self._fail(capture, role, f"only {megabytes(free)} are left on the disk of {existing}; this capture is left out")
         return False
 
     def _attempt(self, doing: str, capture: Capture, role: RoleRequest, action: Callable[[], Result]) -> Result | None:
@@ -432,5 +430,6 @@ def _sizes(paths: list[Path]) -> dict[Path, int | None]:
     return {path: path.stat().st_size if path.exists() else None for path in plain_files(map(Path, paths))}
 
 
-def _megabytes(num_bytes: int) -> str:
+def megabytes(num_bytes: int) -> str:
+    """Return a size as people read it, e.g. `1,234.5 MB`."""
     return f"{num_bytes / 1e6:,.1f} MB"

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from pellucid.errors import MissingExtraError, UserError
-from pellucid.profiler.manifest import MANIFEST, Manifest, ProfileFile
+from pellucid.profiler.manifest import MANIFEST, Manifest, ProfileFile, manifest_folder
 from pellucid.profiler.report.holistic import DeviceTime, KernelTime, device_times
 from pellucid.profiler.report.operators import CaptureStats, capture_stats
 from pellucid.profiler.report.ranks import (
@@ -76,11 +76,6 @@ class Report:
     """What limits the report: steps left out, files that are torn, figures that were not recorded."""
 
 
-def profile_folder(run: Path) -> Path:
-    """Return the folder of a run's manifest, which names the captures wherever they are."""
-    return run / "profile"
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a profile folder, an empty one where there is none.
 
@@ -107,7 +102,7 @@ def torch_files(manifest: Manifest, folder: Path, step: int | None = None) -> li
 
 def report_bytes(run: RunDir, step: int | None) -> int:
     """Return how many bytes `build_report` will read, for a progress bar."""
-    folder = profile_folder(run.path)
+    folder = manifest_folder(run.path)
     files = [*timeline_files(run.timeline), *(folder / file.path for file in torch_files(read_manifest(folder), folder, step))]
     return sum(file.stat().st_size for file in files)
 
@@ -127,7 +122,7 @@ def build_report(
         UserError: the run has no timeline, no finished step, or not this one.
     """
     timeline = read_timeline(run.timeline, only_step=step, last_steps=last_steps, on_read=on_read)
-    folder = profile_folder(run.path)
+    folder = manifest_folder(run.path)
     manifest = read_manifest(folder)
     writing_s = take_out_writing(timeline)
     chosen = choose_steps(timeline.controller, {*manifest.profiled, *writing_s}, keep_all=step is not None)

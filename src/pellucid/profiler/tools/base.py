@@ -40,8 +40,6 @@ class Capture:
     """None: the whole step."""
     rank: int
     num_ranks: int
-    number: int = 1
-    """Which capture of this process it is, counted from 1."""
     call: int = 1
     """Which run of the stage within the step, counted from 1: dynamic sampling repeats some."""
     window: int = 1
