@@ -15,16 +15,17 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 120
 
 BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "rundir", "rollout_dump", "checkpoint_store", "background", "stages"}
 """The modules beside the rooms; all of them may use each other."""
-ROOMS_BELOW_CLI = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "controller", "profiler", "metrics"}
+ROOMS_BELOW_CLI = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "controller", "profiler", "precision", "metrics"}
 MAY_IMPORT = {
     "algo": set(),
     "config": {"errors", "stages"},
-    "profiler": {"errors", "plugins", "rundir", "stages", "config.schema"},
+    "profiler": {"errors", "plugins", "rundir", "stages", "config.schema", "precision"},
+    "precision": {"errors", "stages", "types", "rundir", "config.schema", "profiler.probe", "profiler.manifest"},
     "tasks": {"errors", "types"},
     "data": {"errors", "types", "plugins", "tasks", "config.schema"},
     "reward": {"errors", "types", "plugins", "tasks"},
     "metrics": {"errors", "console", "rundir"},
-    "training": {"errors", "types", "background", "stages", "profiler.probe"},
+    "training": {"errors", "types", "background", "stages", "profiler.probe", "precision"},
     "roles": {"errors", "types", "seeding", "training", "algo", "config.schema"},
     # training: the native engine runs on the actor's own model
     "rollout": {"errors", "types", "seeding", "training", "stages", "profiler.probe", "profiler.tools"},

@@ -4,6 +4,8 @@ The controller and every rank have one. The loop, or the rank's calls, tell it o
 work. Outside of profiled steps it only records spans.
 """
 
+from __future__ import annotations
+
 import shutil
 import socket
 import sys
@@ -13,15 +15,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pellucid.errors import UserError
 from pellucid.profiler.manifest import Journal, ProfileFailure, ProfileFile, plain_files, shown_path
+from pellucid.profiler.probe import TokenSpans
 from pellucid.profiler.request import ProcessRequest, RoleRequest
 from pellucid.profiler.spans import SpanRecorder
 from pellucid.profiler.tools import Capture, Tool, tool_class
 from pellucid.profiler.window import Phase, Window
 from pellucid.stages import ROLE_OF, UNITS_OF, Stage, Unit
+
+if TYPE_CHECKING:
+    import torch
 
 Result = TypeVar("Result")
 WRITE = "write_profile"
@@ -146,7 +152,15 @@ class ProcessProfiler:
                 sampler.finish()
 
     @contextmanager
-    def unit(self, unit: Unit, **args: str | int | float) -> Iterator[None]:
+    def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
+        """See `Probe`."""
+        yield
+
+    def results(self, **tensors: torch.Tensor | None) -> None:
+        """See `Probe`."""
+
+    @contextmanager
+    def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
         """Enclose a unit of work; see `Probe`. Passes and mini-batches are spans, decoding steps are too many for that."""
         sampler = self._sampler if self._counts(unit) else None
         if sampler is not None:

@@ -1,0 +1,1 @@
+"""Finding the first wrong number: captures of what modules compute, and what they tell when compared."""
