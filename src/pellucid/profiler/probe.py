@@ -21,7 +21,7 @@ class TokenSpan:
     """Neighbouring tokens of one pass through a model that belong to one sample."""
 
     sample: str
-    """`<uid> sample <n>`; of a prompt that a group shares, `<uid>`."""
+    """Of a response `<uid> sample <n>`; of a prompt, which its group may share, `<uid>`."""
     part: Literal["prompt", "response"]
     start: int
     """Where they lie on the pass's flattened token axis."""

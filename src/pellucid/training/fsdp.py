@@ -6,7 +6,7 @@ share of it, and returns the results of all.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,9 @@ from pellucid.training.common.packing import (
     ModelInput,
     TokenSequence,
     pack,
+    packed_spans,
     pad,
+    padded_spans,
     split_micro_batches,
 )
 from pellucid.training.common.staging import StagedWriter
@@ -111,7 +113,7 @@ class FsdpEngine:
         with torch.no_grad():
             for rows, inputs in self._micro_batches(sequences, self._shares(sequences)):
                 self.in_hand = [sequences[row].name for row in rows]
-                with self._probe.unit(Unit.MICRO_BATCH, rows=len(rows), tokens=inputs.num_real_tokens):
+                with self._micro_batch(sequences, rows, inputs):
                     results.store(rows, inputs, self._run(inputs, head))
                 if on_done and rows:
                     on_done(len(rows))
@@ -145,7 +147,7 @@ class FsdpEngine:
         shares = self._shares(sequences)
         for rows, inputs in self._micro_batches(sequences, shares):
             self.in_hand = [sequences[row].name for row in rows]
-            with self._probe.unit(Unit.MICRO_BATCH, rows=len(rows), tokens=inputs.num_real_tokens):
+            with self._micro_batch(sequences, rows, inputs):
                 scores = self._run(inputs, head)
                 if rows:
                     micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
@@ -308,6 +310,18 @@ class FsdpEngine:
         for _ in range(missing):
             yield [], self._input([TokenSequence(prompt, prompt, 0)])
 
+    def _micro_batch(
+        self, sequences: list[TokenSequence], rows: list[int], inputs: ModelInput
+    ) -> AbstractContextManager[object]:
+        """Return the context round a micro-batch that tells the profiler what is in it."""
+        spans = packed_spans if self.micro_batching.packed else padded_spans
+        return self._probe.unit(
+            Unit.MICRO_BATCH,
+            lambda: spans([sequences[row] for row in rows]) if rows else [],
+            rows=len(rows),
+            tokens=inputs.num_real_tokens,
+        )
+
     def _split(self, sequences: list[TokenSequence], among: list[int]) -> list[list[int]]:
         cut = self.micro_batching
         parts = split_micro_batches(
@@ -324,11 +338,13 @@ class FsdpEngine:
     def _run(self, inputs: ModelInput, head: TokenHead) -> TokenScores:
         """Return the head's [M] results for one micro-batch."""
         if self.sharding is None:
-            return head(self.model, self._predicting_states(inputs), inputs, self.dtype)
-        # As a dict: FSDP looks for the tensors in what a pass returns, to know when their backward pass begins.
-        return TokenScores(**self._gathered(
-            lambda: dict(head(self.model, self._predicting_states(inputs), inputs, self.dtype).items())
-        ))
+            scores = head(self.model, self._predicting_states(inputs), inputs, self.dtype)
+        else:  # as a dict: FSDP looks for the tensors in what a pass returns, to know when their backward pass begins
+            scores = TokenScores(**self._gathered(
+                lambda: dict(head(self.model, self._predicting_states(inputs), inputs, self.dtype).items())
+            ))
+        self._probe.results(**dict(scores.items()))
+        return scores
 
     def _gathered(self, compute: Callable[[], Any]) -> Any:
         return compute() if self.sharding is None else self.sharding.run(compute)

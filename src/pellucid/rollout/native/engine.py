@@ -7,13 +7,14 @@ samples into free rows, decodes one token for all active rows, and releases the 
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from pellucid import seeding
-from pellucid.profiler.probe import NO_PROBE, Probe
+from pellucid.profiler.probe import NO_PROBE, Probe, TokenSpan
 from pellucid.profiler.tools.base import Tool
 from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
 from pellucid.rollout.native.gathered import GatheredPolicy, SampledPolicy
@@ -67,7 +68,7 @@ class NativeRolloutEngine:
         self.dtype = policy.dtype
         """What keys and values are stored in; the mismatch laboratory sets another than the trainer's."""
         self._active: _Generation | None = None
-        self._probe = probe
+        self.probe = probe
         self._max_num_seqs, self._max_prefill_tokens, self._seed = max_num_seqs, max_num_batched_tokens, seed
 
     def capture_tool(self, tool: Tool) -> Tool:
@@ -101,7 +102,7 @@ class NativeRolloutEngine:
                 run.admit()
                 finished = run.release()
                 if run.rows:
-                    with self._probe.unit(Unit.DECODE_STEP):
+                    with self.probe.unit(Unit.DECODE_STEP, run.decode_spans):
                         run.decode()
                     finished += run.release()
                 if on_done:  # 0, too: long responses are no stall
@@ -201,7 +202,8 @@ class _Generation:
         slots = self._cache.add_groups(lengths)
         ids = torch.tensor([[token for prompt in prompts for token in prompt.token_ids]], device=self._device)
         positions = torch.tensor([[position for length in lengths for position in range(length)]], device=self._device)
-        hidden = self._forward(ids, positions, PrefillAttention(self._cache, slots, lengths))
+        with self._engine.probe.forward_pass(lambda: _prompt_spans(prompts)):
+            hidden = self._forward(ids, positions, PrefillAttention(self._cache, slots, lengths))
         last = torch.tensor(lengths, device=self._device).cumsum(0) - 1
         return slots, self._logits(hidden[last])
 
@@ -215,6 +217,19 @@ class _Generation:
         logits = self._logits(hidden)
         self._last_token = self._last_token[:0]
         self._draw(logits, self.rows)
+
+    def decode_spans(self) -> list[TokenSpan]:
+        """Return whose token each active row is about to be given."""
+        return [
+            TokenSpan(
+                f"{row.prompt.uid} sample {row.sample}",
+                "response",
+                index,
+                1,
+                len(row.prompt.token_ids) + len(row.token_ids) - 1,
+            )
+            for index, row in enumerate(self.rows)
+        ]
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, layout: PrefillAttention | DecodeAttention
@@ -292,3 +307,12 @@ class _Generation:
             "stop" if reason == "stop" else "length",
             text=text if cut is None else text[:cut],
         )
+
+
+def _prompt_spans(prompts: list[Prompt]) -> list[TokenSpan]:
+    """Return where each prompt lies among the tokens of a prefill."""
+    ends = list(accumulate(len(prompt.token_ids) for prompt in prompts))
+    return [
+        TokenSpan(prompt.uid, "prompt", end - len(prompt.token_ids), len(prompt.token_ids), 0)
+        for prompt, end in zip(prompts, ends)
+    ]

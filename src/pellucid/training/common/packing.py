@@ -6,9 +6,11 @@ The engine feeds `ModelInput` to the model and scatters per-token results back t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
+from pellucid.profiler.probe import TokenSpan
 from pellucid.training.common.attention import AttentionLayout, PackedAttention, PaddedAttention, SegmentBucket
 from pellucid.types import Rollout
 
@@ -26,6 +28,8 @@ class TokenSequence:
     """Sequences with the same group have the same prompt, which is then computed once."""
     name: str = ""
     """Which sample it is, for people."""
+    prompt_name: str = ""
+    """Which prompt that is an answer to."""
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ def sequences_of(rollouts: list[Rollout]) -> list[TokenSequence]:
             r.token_ids,
             group_of.setdefault(r.prompt.uid, len(group_of)),
             f"{r.prompt.uid} sample {r.sample}",
+            r.prompt.uid,
         )
         for r in rollouts
     ]
@@ -123,18 +128,15 @@ def pack(sequences: list[TokenSequence], device: torch.device, *, share_prompts:
     positions: list[int] = []
     segments: list[tuple[range, list[int]]] = []
     predict: list[int] = []
-    start = 0
-    while start < len(sequences):
-        prompt, end = sequences[start].prompt_ids, start + 1
-        while share_prompts and end < len(sequences) and sequences[end].group == sequences[start].group:
-            end += 1
+    for group in _neighbours(sequences, share_prompts):
+        prompt = group[0].prompt_ids
         prompt_at = range(len(ids), len(ids) + len(prompt))
         ids += prompt
         positions += range(len(prompt))
-        alone = end - start == 1
+        alone = len(group) == 1
         if not alone:
             segments.append((prompt_at, list(prompt_at)))
-        for sequence in sequences[start:end]:
+        for sequence in group:
             fed = sequence.response_ids[:-1]
             at = range(len(ids), len(ids) + len(fed))
             ids += fed
@@ -146,7 +148,6 @@ def pack(sequences: list[TokenSequence], device: torch.device, *, share_prompts:
                 segments.append((at, [*prompt_at, *at]))
             if sequence.response_ids:
                 predict += [prompt_at.stop - 1, *at]
-        start = end
     layout = PackedAttention(_bucket(segments, device), len(ids))
     return _model_input(
         sequences,
@@ -156,6 +157,39 @@ def pack(sequences: list[TokenSequence], device: torch.device, *, share_prompts:
         predict,
         len(ids),
     )
+
+
+def _neighbours(sequences: list[TokenSequence], share_prompts: bool) -> list[list[TokenSequence]]:
+    """Return the sequences that share a prompt in the pack."""
+    if not share_prompts:
+        return [[sequence] for sequence in sequences]
+    return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
+
+
+def packed_spans(sequences: list[TokenSequence], *, share_prompts: bool = True) -> list[TokenSpan]:
+    """Return whose tokens lie where on the token axis that `pack` makes."""
+    spans: list[TokenSpan] = []
+    at = 0
+    for group in _neighbours(sequences, share_prompts):
+        num_prompt = len(group[0].prompt_ids)
+        spans.append(TokenSpan(group[0].prompt_name, "prompt", at, num_prompt, 0))
+        at += num_prompt
+        for sequence in group:
+            num_fed = len(sequence.response_ids[:-1])
+            spans.append(TokenSpan(sequence.name, "response", at, num_fed, num_prompt))
+            at += num_fed
+    return spans
+
+
+def padded_spans(sequences: list[TokenSequence]) -> list[TokenSpan]:
+    """Return whose tokens lie where on the flattened token axis that `pad` makes; padding belongs to nobody."""
+    width = max(num_input_tokens(sequence, with_prompt=True) for sequence in sequences)
+    spans: list[TokenSpan] = []
+    for row, sequence in enumerate(sequences):
+        num_prompt, at = len(sequence.prompt_ids), row * width
+        spans.append(TokenSpan(sequence.prompt_name, "prompt", at, num_prompt, 0))
+        spans.append(TokenSpan(sequence.name, "response", at + num_prompt, len(sequence.response_ids[:-1]), num_prompt))
+    return spans
 
 
 def pad(sequences: list[TokenSequence], device: torch.device) -> ModelInput:
