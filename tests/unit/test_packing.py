@@ -13,7 +13,9 @@ from pellucid.training.common.packing import (
     ModelInput,
     TokenSequence,
     pack,
+    packed_spans,
     pad,
+    padded_spans,
     sequences_of,
     split_micro_batches,
 )
@@ -135,10 +137,29 @@ def test_sequences_of_names_groups_by_prompt():
     a, b = Prompt("a", [1], "a", "t"), Prompt("b", [2, 3], "b", "t")
     rollouts = [Rollout(p, 0, [7, 8], [0.0, 0.0], [0, 0], "stop") for p in (a, b, a)]
     assert sequences_of(rollouts) == [
-        TokenSequence([1], [7, 8], 0, "a sample 0"),
-        TokenSequence([2, 3], [7, 8], 1, "b sample 0"),
-        TokenSequence([1], [7, 8], 0, "a sample 0"),
+        TokenSequence([1], [7, 8], 0, "a sample 0", "a"),
+        TokenSequence([2, 3], [7, 8], 1, "b sample 0", "b"),
+        TokenSequence([1], [7, 8], 0, "a sample 0", "a"),
     ]
+
+
+def test_spans_name_every_token_of_a_pack():
+    """A group's prompt is there once; padding belongs to nobody."""
+    sequences = [
+        TokenSequence([1, 2], [3, 4, 5], 0, "a sample 0", "a"),
+        TokenSequence([1, 2], [6], 0, "a sample 1", "a"),
+        TokenSequence([7], [8, 9], 1, "b sample 0", "b"),
+    ]
+    ids = {"a": [1, 2], "b": [7], "a sample 0": [3, 4], "a sample 1": [], "b sample 0": [8]}
+    for inputs, spans in ((pack(sequences, CPU), packed_spans(sequences)), (pad(sequences, CPU), padded_spans(sequences))):
+        tokens, positions = inputs.input_ids.flatten(), inputs.position_ids.flatten()
+        for span in spans:
+            at = slice(span.start, span.start + span.length)
+            assert tokens[at].tolist() == ids[span.sample], span
+            assert positions[at].tolist() == list(range(span.position, span.position + span.length))
+            assert span.part == ("response" if " " in span.sample else "prompt")
+    covered = [token for span in packed_spans(sequences) for token in range(span.start, span.start + span.length)]
+    assert covered == list(range(pack(sequences, CPU).num_real_tokens))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
