@@ -421,7 +421,6 @@ MISTAKES = [
     ([f"{ACTOR}.rank=[0]"], f"{ACTOR}.rank", "Did you mean 'actor_rollout_ref.actor.profiler.ranks'?"),
     ([f"{ROLLOUT}.tool_config.npu.level=level3"], f"{ROLLOUT}.tool_config.npu.level", "level2"),
     (["global_profiler.steps=[0]"], "global_profiler.steps[0]", "≥ 1"),
-    (["global_profiler.tool=precision_debugger"], "global_profiler.tool", "not in this version"),
     (["global_profiler.tool=nsight"], "global_profiler.tool", "nsys"),
     ([f"{ACTOR}.tool_config.npu.level=level3"], f"{ACTOR}.tool_config.npu.level", "level2"),
 ]

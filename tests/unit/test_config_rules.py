@@ -169,7 +169,6 @@ def test_sft_rules(overrides, field):
 OFF = {
     "global_profiler.global_tool_config.torch_memory.context": "all",
     "global_profiler.global_tool_config.torch_memory.kw_args": "{}",
-    "global_profiler.global_tool_config.precision_debugger": "{enable: false, strict: true}",
     "critic.use_fused_kernels": "false",
     "reward_model.reward_manager": "naive",
     "algorithm.rollout_correction": "{rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null}",
@@ -190,7 +189,6 @@ OFF = {
 }
 ON = {
     "global_profiler.global_tool_config.torch_memory.stacks": "python",
-    "global_profiler.global_tool_config.precision_debugger": "{enable: true}",
     "critic.megatron": "{tensor_model_parallel_size: 2}",
     "reward_model.reward_manager": "prime",
     "reward_model.launch_reward_fn_async": "true",

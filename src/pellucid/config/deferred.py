@@ -72,8 +72,6 @@ DEFERRED: tuple[Deferred, ...] = (
         )
         for key, default in (("context", "all"), ("stacks", "all"), ("kw_args", {}))
     ),
-    Deferred("global_profiler.global_tool_config.precision_debugger", _not_enabled, "precision debugging"),
-    Deferred("*.profiler.tool_config.precision_debugger", _not_enabled, "precision debugging"),
     Deferred("reward_model.launch_reward_fn_async", (False,), "asynchronous rewards"),
     Deferred("reward_model.reward_manager", ("naive",), "reward managers"),
     Deferred("actor_rollout_ref.hybrid_engine", (True,), "split placement"),

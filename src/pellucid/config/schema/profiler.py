@@ -8,13 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import OrImportPath, Range, Refused, link
+from pellucid.config.fields import Alias, OrImportPath, Range, link
 
-ToolName = Annotated[
-    Literal["torch", "torch_memory", "nsys", "npu"],
-    OrImportPath(),
-    Refused(("precision_debugger",), "Set it to torch, torch_memory, nsys or npu."),
-]
+ToolName = Annotated[Literal["torch", "torch_memory", "nsys", "npu", "precision_debugger"], OrImportPath()]
 StageName = Literal[
     "rollout_generate",
     "actor_compute_log_prob",
@@ -127,7 +123,8 @@ class ProfilerConfig:
     """Profiling of one role."""
 
     tool: ToolName | None = field(default=None, metadata=link("${global_profiler.tool}"))
-    """What captures: torch, torch_memory, nsys, npu, or a class of your own as `file.py:name`; null follows the global key."""
+    """What captures: torch, torch_memory, nsys, npu, precision_debugger, or a class of your own as `file.py:name`; null
+    follows the global key."""
     enable: bool = False
     """Profile this role."""
     all_ranks: bool = False
@@ -148,9 +145,13 @@ class ProfilerConfig:
 
     @property
     def discrete(self) -> bool:
-        """Whether each stage has a capture of its own; a tool of the user's own goes by torch's setting."""
+        """Whether each stage has a capture of its own; a tool of the user's own goes by torch's setting.
+
+        The precision debugger has no other way: stages run different models.
+        """
         options = self.tool_config
         switches = {"nsys": options.nsys.discrete, "npu": options.npu.discrete, "torch_memory": False}
+        switches["precision_debugger"] = True
         return switches.get(self.tool or "", options.torch.discrete)
 
     @property
@@ -203,6 +204,33 @@ class GlobalTorchMemoryConfig:
 
 
 @dataclass(frozen=True)
+class PrecisionDebuggerConfig:
+    """Numbers of every layer, to find the first wrong one; the steps are `global_profiler.steps`, each stage a capture."""
+
+    backend: Literal["native", "msprobe"] = "native"
+    """Who measures: native, at little cost and on the rollout too, or msprobe (package mindstudio-probe), which also keeps
+    whole tensors. Both write the same files."""
+    config_path: str | None = None
+    """msprobe's JSON config, which backend msprobe needs; native takes its `level`. Steps, ranks and folder are the run's."""
+    level: Literal["L0", "L1", "mix"] | None = None
+    """What is measured: L0 each module's inputs, outputs, parameters and gradients; L1 each operator's; mix both. null: the
+    JSON's `level`, else L0."""
+    stages: Annotated[list[StageName], Alias(None, [])] = field(default_factory=list)
+    """Stages that are captured, of roles with `profiler.enable: true`; empty: all those that the backend can,
+    rollout_generate with native alone."""
+    gather: bool = False
+    """Measure parameters and gradients whole, gathered from all ranks, instead of each rank's shard; native only."""
+    strict: bool = False
+    """End the run when a capture fails, instead of going on with what there is of it."""
+
+    def covers(self, stage: str) -> bool:
+        """Tell whether a stage is captured where its role is."""
+        if stage == "rollout_generate" and self.backend != "native":
+            return False
+        return not self.stages or stage in self.stages
+
+
+@dataclass(frozen=True)
 class GlobalToolConfig:
     """Settings of tools for all roles."""
 
@@ -210,6 +238,8 @@ class GlobalToolConfig:
     """NVIDIA Nsight Systems."""
     torch_memory: GlobalTorchMemoryConfig = field(default_factory=GlobalTorchMemoryConfig)
     """Memory snapshots."""
+    precision_debugger: PrecisionDebuggerConfig = field(default_factory=PrecisionDebuggerConfig)
+    """Numbers of every layer, to find the first wrong one."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +247,7 @@ class GlobalProfilerConfig:
     """Profiling of the run: the tool, the steps, and what is done with the files."""
 
     tool: ToolName | None = None
-    """What captures: torch, torch_memory, nsys, npu, or a class of your own as `file.py:name`."""
+    """What captures: torch, torch_memory, nsys, npu, precision_debugger, or a class of your own as `file.py:name`."""
     steps: list[Annotated[int, Range(ge=1)]] | None = None
     """Steps that are profiled, e.g. [1, 2, 5]; null profiles none."""
     save_path: str | None = None

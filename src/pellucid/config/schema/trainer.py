@@ -79,6 +79,9 @@ class TrainerConfig(BaseTrainerConfig):
     """Checkpoint folder (`…/global_step_N`) to resume from; goes with `resume_mode: resume_path`."""
     max_actor_ckpt_to_keep: Positive | None = None
     """Newest checkpoints to keep; null keeps all."""
+    nan_sentinel: bool = False
+    """Watch each step for the first NaN or Inf: on a hit its batch is saved, the step is repeated with full capture, and module,
+    stage, rank and sample are named."""
     dump_rollouts: bool = True
     """Write each step's prompts, responses, rewards and log-probabilities to the run's folder."""
 
