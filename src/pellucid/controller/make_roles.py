@@ -33,6 +33,7 @@ from pellucid.roles.reward_model import RewardModel
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.gathered import GatheredPolicy
 from pellucid.rollout.protocol import RolloutEngine
+from pellucid.stages import ROLE_OF, Stage
 from pellucid.training.common.lora import add_lora, require_peft
 from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, model_folder, read_config
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
@@ -265,15 +266,24 @@ class Roles:
         roles = (self.rollout, self.actor, self.reference, self.critic, self.reward_model)
         return [name for role in roles if isinstance(role, Role | NativeRolloutEngine) for name in role.in_hand]
 
+    def modules_of(self, stage: Stage) -> tuple[torch.nn.Module, ...]:
+        """Return the models that a stage runs in this process; empty where another process runs it."""
+        found = self._by_name.get(ROLE_OF.get(stage, ""))
+        return found.modules if isinstance(found, Role | NativeRolloutEngine) else ()
+
     def named(self, role: RoleName) -> Any:
         """Return the role of that name."""
+        return self._by_name[role]
+
+    @property
+    def _by_name(self) -> dict[str, Any]:
         return {
             "actor": self.actor,
             "rollout": self.rollout,
             "ref": self.reference,
             "critic": self.critic,
             "reward_model": self.reward_model,
-        }[role]
+        }
 
 
 def needed_roles(config: RunConfig) -> list[RoleName]:

@@ -22,7 +22,7 @@ from pellucid.profiler.manifest import Journal, ProfileFailure, ProfileFile, pla
 from pellucid.profiler.probe import TokenSpans
 from pellucid.profiler.request import ProcessRequest, RoleRequest
 from pellucid.profiler.spans import SpanRecorder
-from pellucid.profiler.tools import Capture, Tool, tool_class
+from pellucid.profiler.tools import Capture, TensorTool, Tool, tool_class
 from pellucid.profiler.window import Phase, Window
 from pellucid.stages import ROLE_OF, UNITS_OF, Stage, Unit
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 Result = TypeVar("Result")
+PREFILL = "prefill"
+"""What a pass over prompts alone is called."""
 WRITE = "write_profile"
 """Span of what profiling itself takes: to start tools, and to write files."""
 MIN_FREE_BYTES, PLAIN_RATIO = 256 * 1024**2, 16
@@ -50,8 +52,8 @@ class _Open:
     started_at: float
     collecting: bool = True
     """False while it warms up."""
-    marks: bool = True
-    """False once the tool has failed to mark a range."""
+    listens: bool = True
+    """False once the tool has failed to mark a range, or to look at a pass."""
 
 
 class ProcessProfiler:
@@ -78,6 +80,8 @@ class ProcessProfiler:
         """Stages that have run since the step began."""
         self.adapt: Callable[[Tool], Tool] = lambda tool: tool
         """From a tool of this process to one that captures the rollout engine, which may have processes of its own."""
+        self.models_of: Callable[[Stage], tuple[torch.nn.Module, ...]] = lambda stage: ()
+        """The modules that a stage runs in this process."""
         self._step: int | None = None
         self._tools: dict[str, Tool] = {}
         self._open: _Open | None = None
@@ -134,7 +138,7 @@ class ProcessProfiler:
         role = None
         if self._step is not None and self.request is not None and self._open is None:
             role = self.request.roles.get(ROLE_OF.get(stage, ""))
-        if role is None or not (role.discrete or stage in role.windows):
+        if role is None or not role.captures(stage):
             yield
             return
         self._calls[stage] += 1
@@ -154,10 +158,21 @@ class ProcessProfiler:
     @contextmanager
     def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
         """See `Probe`."""
+        self._show(lambda tool: tool.begin_pass(spans, PREFILL))
         yield
 
     def results(self, **tensors: torch.Tensor | None) -> None:
         """See `Probe`."""
+        self._show(lambda tool: tool.results({name: value for name, value in tensors.items() if value is not None}))
+
+    def _show(self, event: Callable[[TensorTool], object]) -> None:
+        """Let a tool that looks at tensors know of an event, if one collects at this moment."""
+        opened = self._open
+        if opened is None or not opened.collecting or not opened.listens:
+            return
+        if isinstance(tool := opened.tool, TensorTool):
+            done = self._attempt("look at a pass", opened.capture, opened.role, lambda: (event(tool), True))
+            opened.listens = done is not None
 
     @contextmanager
     def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
@@ -172,7 +187,11 @@ class ProcessProfiler:
         outside, self._in_mini_batch = self._in_mini_batch, self._in_mini_batch or unit is Unit.MINI_BATCH
         try:
             with shown, self._range(unit):
+                if spans is not None:
+                    self._show(lambda tool: tool.begin_pass(spans, unit))
                 yield
+            if unit is Unit.MINI_BATCH:
+                self._show(lambda tool: tool.end_mini_batch())
         finally:
             self._in_mini_batch = outside
             if sampler is not None:
@@ -192,18 +211,18 @@ class ProcessProfiler:
     def _range(self, name: str) -> Iterator[None]:
         """Show the enclosed block as a range in the capture that is being taken."""
         opened = self._open
-        if opened is None or not opened.collecting or not opened.marks:
+        if opened is None or not opened.collecting or not opened.listens:
             yield
             return
         at = (opened.capture, opened.role)
         context = self._attempt("mark a range", *at, lambda: _entered(opened.tool.range(name)))
-        opened.marks = context is not None
+        opened.listens = context is not None
         try:
             yield
         finally:
             if context is not None:
                 left = self._attempt("mark a range", *at, lambda: (context.__exit__(None, None, None), True))
-                opened.marks = opened.marks and left is not None
+                opened.listens = opened.listens and left is not None
 
     def _start(
         self, role: RoleRequest, name: str, stage: Stage | None, window: int = 1, *, warm_up: bool = False
@@ -244,6 +263,7 @@ class ProcessProfiler:
             request.num_ranks,
             call=1 if stage is None else self._calls[stage],
             window=window,
+            models=() if stage is None else self.models_of(stage),
         )
 
     def _collect(self, opened: _Open) -> bool:

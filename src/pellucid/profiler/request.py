@@ -25,6 +25,12 @@ class RoleRequest:
     windows: dict[Stage, Window] = field(default_factory=dict)
     """Stages of which a few units are captured."""
     options: RoleToolConfig = field(default_factory=RoleToolConfig)
+    stages: frozenset[Stage] | None = None
+    """The ones that are captured; None: all that follow the role's settings."""
+
+    def captures(self, stage: Stage) -> bool:
+        """Whether a stage has captures of its own."""
+        return (self.discrete or stage in self.windows) and (self.stages is None or stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from pellucid.training.protocol import TrainingEngine
@@ -24,6 +25,11 @@ class Role:
         """Return the arithmetic done since the last call, on all ranks together."""
         done, self._flops_taken = self.engine.flops - self._flops_taken, self.engine.flops
         return done
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """See `TrainingEngine.modules`."""
+        return self.engine.modules
 
     @property
     def in_hand(self) -> list[str]:

@@ -104,6 +104,11 @@ class FsdpEngine:
             if optimizer is not None:
                 optimizer.sharding = sharding
 
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """See `TrainingEngine.modules`."""
+        return (self.model,)
+
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:

@@ -93,6 +93,11 @@ class TrainingEngine(Protocol):
     in_hand: list[str]
     """Names of the samples in the micro-batch that is being run."""
 
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """The model, or each chunk of one that is cut into several."""
+        ...
+
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:

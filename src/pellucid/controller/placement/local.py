@@ -67,6 +67,7 @@ class LocalPlacement:
         self._dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
         compute = Compute(self._device, self._dtype, probe=profiler)
         self.roles = make_roles(config, needed_roles(config), tokenizer, policy_loss, compute, total_steps)
+        profiler.models_of = self.roles.modules_of
         if self.roles.rollout is not None:
             profiler.adapt = self.roles.rollout.capture_tool
         self.device, self.profile_requests = str(self._device), []

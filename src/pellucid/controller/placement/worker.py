@@ -194,6 +194,7 @@ class RankWorker:
             self._roles = make_roles(
                 config, spec.roles, tokenizer, choose_policy_loss(config), compute, spec.total_steps
             )
+        self._profiler.models_of = self._roles.modules_of
         if self._roles.rollout is not None:
             self._profiler.adapt = self._roles.rollout.capture_tool
         log.info("roles: %s", ", ".join(spec.roles))

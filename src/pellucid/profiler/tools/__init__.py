@@ -3,7 +3,7 @@
 import importlib
 import os
 
-from pellucid.profiler.tools.base import Capture, Tool, ToolSettings
+from pellucid.profiler.tools.base import Capture, TensorTool, Tool, ToolSettings
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print a line at every start and stop
 TOOLS: dict[str, str] = {
@@ -11,6 +11,7 @@ TOOLS: dict[str, str] = {
     "torch_memory": "pellucid.profiler.tools.torch_memory:TorchMemoryTool",
     "nsys": "pellucid.profiler.tools.nsys:NsysTool",
     "npu": "pellucid.profiler.tools.npu:NpuTool",
+    "precision_debugger": "pellucid.profiler.tools.precision_debugger:PrecisionDebuggerTool",
 }
 
 
@@ -28,4 +29,4 @@ def tool_class(name: str) -> type[Tool]:
     return vars(importlib.import_module(module))[attribute]
 
 
-__all__ = ["TOOLS", "Capture", "Tool", "ToolSettings", "tool_class"]
+__all__ = ["TOOLS", "Capture", "TensorTool", "Tool", "ToolSettings", "tool_class"]

@@ -4,14 +4,20 @@
 in `TOOLS`, or a class of the user's own by import path.
 """
 
+from __future__ import annotations
+
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig
+from pellucid.profiler.probe import TokenSpans
 from pellucid.stages import Stage
+
+if TYPE_CHECKING:  # what only reads requests does without torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class Capture:
     window: int = 1
     """Which cycle of the schedule, counted from 1."""
     pid: int = field(default_factory=os.getpid)
+    models: tuple[torch.nn.Module, ...] = ()
+    """What the stage runs, each chunk of a model that is cut into several; empty for a whole step."""
 
     @property
     def name(self) -> str:
@@ -86,6 +94,23 @@ class Tool(Protocol):
 
         Files that another process writes only later, as nsys does, are returned by their future names.
         """
+        ...
+
+
+@runtime_checkable
+class TensorTool(Tool, Protocol):
+    """A tool that looks at what models compute, and so hears of each pass through them. Its captures are of stages."""
+
+    def begin_pass(self, spans: TokenSpans, unit: str) -> None:
+        """A pass through the stage's model begins: a micro-batch, a prefill, a decode step."""
+        ...
+
+    def results(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The pass's output head, which is no module, has computed these."""
+        ...
+
+    def end_mini_batch(self) -> None:
+        """The optimizer has made its step, and gradients are still there."""
         ...
 
 

@@ -75,6 +75,11 @@ class NativeRolloutEngine:
         """See `RolloutEngine.capture_tool`: this engine runs where the tool does."""
         return tool
 
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """The model that samples."""
+        return (self.policy.model,)
+
     def sync_weights(self) -> None:
         """Gather the weights of all ranks into the copy; in one process the engine reads the actor's own."""
         if isinstance(self.policy, GatheredPolicy):
