@@ -131,7 +131,7 @@ class StageDump:
 
 @dataclass(frozen=True, slots=True, order=True)
 class DumpRef:
-    """Where a capture lies, and what its path says of it."""
+    """Where a capture of a stage on one rank lies, and which it is."""
 
     step: int
     stage: str
