@@ -3,12 +3,14 @@
 `pellucid train` calls `run_recorded` before it loads anything; the Ray placement starts ranks with `RecordedRanks`.
 """
 
+import faulthandler
 import os
 import shlex
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pellucid.config import RunConfig
@@ -27,13 +29,17 @@ from pellucid.profiler.nsys_command import (
     num_captures,
     own_nsys,
 )
-from pellucid.profiler.nsys_files import Finished
+from pellucid.profiler.nsys_files import Finished, note_status
 from pellucid.profiler.nsys_files import finish as finish_files
 from pellucid.profiler.nsys_launch import supervise
+from pellucid.profiler.nsys_watch import HUNG_S
 from pellucid.profiler.request import ProcessRequest
 from pellucid.rundir import RunDir
 
-_MAIN = "import sys; sys.argv[0] = 'pellucid'; from pellucid.cli.main import main; main()"
+_MAIN = (
+    "import sys; sys.argv[0] = 'pellucid'; from pellucid.cli.main import main; "
+    "from pellucid.controller.recording import noting_the_end; noting_the_end(main)"
+)
 _INJECTED = ("QUADD_", "NSYS_", "NVTX_INJECTION", "CUDA_INJECTION", "CUBLAS_NVTX", "CUBLASXT_NVTX", "CUPTI_")
 
 
@@ -59,11 +65,28 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
         message = f"profiling: nsys did not start the run (status {ended.status}, see {log}), which goes on without it"
         error_console.print(message, style="red", markup=False)
         return None
+    for problem in ended.problems:
+        error_console.print(f"profiling: {problem}", style="red", markup=False)
     _tell(finished)
     # Otherwise the run did not come to a profiled step, and what earlier starts left has been dealt with.
     if finished.num_captures:
         finish(config, run_dir, since=began)
     return ended.status
+
+
+def noting_the_end(main: Callable[[], None]) -> None:
+    """Run the command in the process that nsys records, and note its exit status, as what follows, Python's own exit, may hang."""
+    nsys, status = own_nsys(), 1  # read now, since nsys may leave before
+    try:
+        main()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        raise
+    finally:
+        if nsys is not None:
+            note_status(nsys, status)
+            faulthandler.dump_traceback_later(HUNG_S / 2, exit=False)  # what it hangs in
 
 
 def say_if_recorded() -> bool:

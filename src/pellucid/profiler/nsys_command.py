@@ -17,6 +17,7 @@ import psutil
 
 from pellucid.config.schema.profiler import GlobalNsysConfig
 from pellucid.errors import MissingExtraError, UserError
+from pellucid.profiler.nsys_watch import end, nsys_tree
 from pellucid.profiler.request import ProcessRequest
 from pellucid.stages import stages_of
 
@@ -211,7 +212,7 @@ def _try(arguments: tuple[str, ...]) -> str | None:
             try:
                 said, _ = process.communicate(timeout=TRY_S)
             except subprocess.TimeoutExpired:
-                end_tree(process.pid)
+                end(nsys_tree(process.pid))
                 return (
                     f"nsys did not end within {TRY_S:.0f} s with these options and a program that does nothing; leave out what "
                     "needs rights that this machine may not give (sample, cpuctxsw, …)."
@@ -220,25 +221,6 @@ def _try(arguments: tuple[str, ...]) -> str | None:
             return None
     lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith(("usage:", "Try "))]
     return f"nsys says: {' '.join(lines)[:400]}"
-
-
-def end_tree(pid: int) -> None:
-    """Kill an nsys and the processes that belong to it."""
-    try:
-        tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    session = f"-{pid}"  # the agent is no child of nsys; its session is named after it
-    tree += [
-        other
-        for other in psutil.process_iter(["cmdline"])
-        if any(part.startswith("--session-name=") and part.endswith(session) for part in other.info["cmdline"] or ())
-    ]
-    for process in tree:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import json
 import re
 import shutil
 import socket
-import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -19,12 +19,13 @@ import psutil
 
 from pellucid.profiler.manifest import Journal, ProfileFailure, ProfileFile, read_journals, shown_path
 from pellucid.profiler.nsys_command import OwnNsys
+from pellucid.profiler.nsys_watch import HUNG_S, HungWatch, end, nsys_tree, run_watched
 from pellucid.profiler.tools.base import Capture, free_path
 
 REPORT, UNCONVERTED = ".nsys-rep", ".qdstrm"
 EXPORT_S, CONVERT_S, POLL_S = 600.0, 600.0, 0.1
-"""How long nsys may take to write its files once a process has ended, and to convert one."""
-_NOTES = ".captures"
+"""How long an nsys that works may take to write its files once a process has ended, and to convert one."""
+_NOTES, _STATUS = ".captures", ".status"
 _numbers = count(1)
 
 
@@ -57,6 +58,25 @@ def note_capture(nsys: OwnNsys, capture: Capture) -> Path:
     with nsys.output.with_name(nsys.output.name + _NOTES).open("a", encoding="utf-8") as notes:
         notes.write(json.dumps(note) + "\n")
     return path
+
+
+def note_status(nsys: OwnNsys, status: int) -> None:
+    """Write down the exit status of this process, which has nothing left to do but to end."""
+    if nsys.is_ours and nsys.output is not None:
+        path = nsys.output.with_name(nsys.output.name + _STATUS)
+        path.write_text(str(status), encoding="utf-8")
+
+
+def noted_status(output: Path, pid: int) -> int | None:
+    """Return what a process noted with `note_status`; None: it still works, or was killed at it.
+
+    Args:
+        output: where its nsys writes, with `%p` for its process id.
+        pid: its process id.
+    """
+    path = output.with_name(output.name.replace("%p", str(pid)) + _STATUS)
+    noted = path.read_text(encoding="utf-8") if path.exists() else ""
+    return int(noted) if noted else None
 
 
 @cache
@@ -98,6 +118,7 @@ def finish(folder: Path, journals: Path, *, all_here: bool = True) -> Finished:
     if not folder.is_dir():
         return finished
     deadline = time.monotonic() + EXPORT_S
+    watch = HungWatch(folder, lambda: [process for pid in _at_work(folder) for process in nsys_tree(pid)])
     notes = _read_notes(folder)
     while (working := _at_work(folder)) or (not all_here and not _all_there(folder, notes)):
         if time.monotonic() > deadline:
@@ -106,17 +127,28 @@ def finish(folder: Path, journals: Path, *, all_here: bool = True) -> Finished:
                 f"nsys has not finished its files within {EXPORT_S:.0f} s{who}; what comes later stays in {folder}"
             )
             break
+        if watch.hung():
+            finished.problems.append(ended_problem(working, hung=True))
+            for pid in working:
+                end(nsys_tree(pid))
+            break
         time.sleep(POLL_S)
     finished.num_captures = len(notes)
     for raw in sorted(folder.iterdir()):
         if raw.suffix in (REPORT, UNCONVERTED):
             _name(raw, notes, journals, finished)
     _report_missing(notes, journals, finished)
-    for path in (*folder.glob(f"*{_NOTES}"), *folder.glob("*.started")):
+    for path in (*folder.glob(f"*{_NOTES}"), *folder.glob(f"*{_STATUS}"), *folder.glob("*.started")):
         path.unlink()
     if not any(folder.iterdir()):
         folder.rmdir()
     return finished
+
+
+def ended_problem(pids: Iterable[int], *, hung: bool) -> str:
+    """Return what to tell of nsys processes that had to be ended."""
+    how = f"hung, doing nothing for {HUNG_S:.0f} s" if hung else f"had not finished its files within {EXPORT_S:.0f} s"
+    return f"nsys ({', '.join(map(str, pids))}) {how} after its program had ended, and was ended; what it had written is kept"
 
 
 def _read_notes(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -193,10 +225,10 @@ def _convert(raw: Path, finished: Finished) -> Path | None:
         return None
     command = [str(program), "--force-overwrite", "--input-file", str(raw), "--output-file", str(report)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_S, check=False)
-        failed = done.returncode != 0 or not report.exists()
-        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-    except (OSError, subprocess.TimeoutExpired) as error:
+        status, output = run_watched(command, raw.parent, CONVERT_S)
+        failed = status != 0 or not report.exists()
+        said = (output.strip().splitlines() or [f"status {status}"])[-1]
+    except OSError as error:  # a time-out among them
         failed, said = True, str(error)
     if failed:
         finished.problems.append(f"{raw.name} stays as nsys collected it: {said}. {how}")

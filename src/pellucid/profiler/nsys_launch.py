@@ -6,25 +6,27 @@ process that calls `supervise` therefore adopts what nsys leaves behind, and wai
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 import psutil
 
-from pellucid.profiler.nsys_command import NUM_TRIES, NsysCommand, end_tree
-from pellucid.profiler.nsys_files import EXPORT_S
+from pellucid.profiler.nsys_command import NUM_TRIES, NsysCommand
+from pellucid.profiler.nsys_files import EXPORT_S, ended_problem, noted_status
+from pellucid.profiler.nsys_watch import HUNG_S, HungWatch, end, nsys_below, nsys_tree
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_POLL_S = 0.05
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Ended:
     """Its exit status; 128 + n when signal n killed it."""
     started: bool
     """Whether nsys came as far as starting it."""
+    problems: list[str] = field(default_factory=list)
+    """What did not end by itself."""
 
 
 def supervise(command: NsysCommand, output: Path, program: Sequence[str], log: Path) -> Ended:
@@ -54,7 +58,7 @@ def supervise(command: NsysCommand, output: Path, program: Sequence[str], log: P
             nsys, pid, alive = _start(command, output, program, said)
             if pid is not None:
                 forward(pid)
-                return Ended(_wait(nsys.pid, pid, alive), started=True)
+                return _wait(nsys.pid, pid, alive, output)
             os.close(alive)
             status = _exit_status(nsys.wait())
     return Ended(status, started=False)
@@ -66,7 +70,8 @@ def _start(
     """Start nsys.
 
     Returns:
-        nsys; the program's process id once that has started, None when nsys ended before; and what to write to when it has ended.
+        nsys; the program's process id once that has started, None when nsys ended, or hung, before; and what to write to when it
+        has ended.
     """
     out, err = os.dup(1), os.dup(2)
     told, tell = os.pipe()
@@ -85,30 +90,76 @@ def _start(
     finally:
         for descriptor in (out, err, tell, lives):
             os.close(descriptor)
+    watch = HungWatch(output.parent, lambda: nsys_tree(nsys.pid))
+    while not select.select([told], [], [], _POLL_S)[0]:
+        if watch.hung():
+            end(nsys_tree(nsys.pid))
     with os.fdopen(told) as answer:
         line = answer.readline()
     return nsys, int(line) if line else None, alive
 
 
-def _wait(nsys: int, program: int, alive: int) -> int:
-    """Wait for the program and for all nsys processes below this one, and return the program's exit status."""
-    launcher = _parent(program)
+def _wait(nsys: int, program: int, alive: int, output: Path) -> Ended:
+    """Wait for the program and for all nsys processes below this one, but for none of them longer than it gets anywhere."""
+    launcher, problems = _parent(program), list[str]()
     statuses: dict[int, int] = {}
-    over_at: float | None = None
-    while True:
+    _wait_for_program(program, output, statuses, problems)
+    _say_over(alive)
+    _wait_for_nsys(output.parent, statuses, problems)
+    # Its launcher ends as the program does, and nsys as its launcher, unless it has left before.
+    status = next((statuses[pid] for pid in (program, launcher, nsys) if pid in statuses), noted_status(output, program))
+    return Ended(1 if status is None else status, started=True, problems=problems)
+
+
+def _wait_for_program(pid: int, output: Path, statuses: dict[int, int], problems: list[str]) -> None:
+    """Wait until the program has ended, even if nobody reaps it: its launcher may wait for what itself waits for this process."""
+    try:
+        program = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    watch = HungWatch(output.parent, lambda: [program, *nsys_below()])
+    while _runs(program):
         _reap(statuses)
-        if not psutil.pid_exists(program):
-            if over_at is None:
-                over_at = time.monotonic()
-                _say_over(alive)
-            if not _nsys_below():
-                break
-            if time.monotonic() - over_at > EXPORT_S:
-                end_tree(nsys)
+        status = noted_status(output, pid)
+        if status is not None and watch.hung():
+            problems.append(f"the run was over, but its process {pid} did not end: nothing happened in {HUNG_S:.0f} s. It was ended.")
+            with suppress(psutil.NoSuchProcess):
+                program.kill()
+            statuses[pid] = status
+            return
+        time.sleep(_POLL_S)
+    if (status := _zombie_status(pid)) is not None:
+        statuses[pid] = status
+
+
+def _wait_for_nsys(folder: Path, statuses: dict[int, int], problems: list[str]) -> None:
+    deadline = time.monotonic() + EXPORT_S
+    watch = HungWatch(folder, nsys_below)
+    while working := nsys_below():
+        _reap(statuses)
+        hung = watch.hung()
+        if hung or time.monotonic() > deadline:
+            problems.append(ended_problem([nsys.pid for nsys in working], hung=hung))
+            end(working)  # and reaps them, as their status then says nothing
+            break
         time.sleep(_POLL_S)
     _reap(statuses)
-    # Its launcher ends as the program does, and nsys as its launcher, unless it has left before.
-    return next((statuses[pid] for pid in (program, launcher, nsys) if pid in statuses), 1)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _zombie_status(pid: int) -> int | None:
+    """Return the exit status of a process that has ended and that nobody has reaped; None if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return _exit_status(os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else None
 
 
 def _say_over(alive: int) -> None:
@@ -133,18 +184,7 @@ def _reap(statuses: dict[int, int]) -> None:
             return
         if not pid:
             return
-        statuses[pid] = _exit_status(os.waitstatus_to_exitcode(status))
-
-
-def _nsys_below() -> bool:
-    """Tell whether an nsys process that this one has started, or adopted, still works."""
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if child.name().startswith("nsys") and child.status() != psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            continue
-    return False
+        statuses.setdefault(pid, _exit_status(os.waitstatus_to_exitcode(status)))
 
 
 def _exit_status(code: int) -> int:
