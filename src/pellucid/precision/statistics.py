@@ -1,0 +1,398 @@
+"""Statistics of tensors in one pass over their memory: what a capture records of every input, output, parameter and gradient.
+
+A capture hands in tensors while a stage runs and takes all results at its end, in one copy where they lie on a device. On CPU
+a numba kernel reads each tensor once (`kernels.py`); without numba, and on other devices, PyTorch's own reductions find the same.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.errors import MissingExtraError
+
+Kernel = Literal["numba", "torch"]
+
+_FLOATS = {  # stored as, the same for numpy, bits of the fraction
+    torch.float16: (torch.int16, np.dtype(np.float32), 10),
+    torch.bfloat16: (torch.int16, np.dtype(np.float32), 7),
+    torch.float32: (torch.int32, np.dtype(np.float32), 23),
+    torch.float64: (torch.int64, np.dtype(np.float64), 52),
+}
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MEASURABLE = frozenset((*_FLOATS, *_INTEGERS, torch.complex64, torch.complex128))
+"""The dtypes that `Measurer.measure` takes."""
+
+_BLOCK_BYTES, _CHUNK_BYTES = 8192, 1 << 20  # as in kernels.py, which only numba can import
+_PIECE_ELEMENTS = 1 << 24  # of a device's tensor looked at together: bounds the memory that the masks of a piece take
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_NO_SPANS = np.zeros((0, 2), dtype=np.int64)
+
+
+class Spans:
+    """Stretches of a pass's flattened token axis, for sums of each.
+
+    Args:
+        starts: int64[S] first token of each; in order.
+        lengths: int64[S] tokens of each; none lies over another.
+        num_tokens: of the axis, N.
+
+    Raises:
+        ValueError: if they are out of order, overlap or leave the axis.
+    """
+
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, num_tokens: int) -> None:
+        bounds = np.stack((starts, starts + lengths), axis=1).astype(np.int64, order="C").reshape(-1, 2)
+        edges = bounds.reshape(-1)
+        if len(edges) and (edges[0] < 0 or edges[-1] > num_tokens or (np.diff(edges) < 0).any()):
+            raise ValueError(f"spans must follow one another within {num_tokens} tokens, not {bounds.tolist()}")
+        self.bounds, self.num_tokens = bounds, num_tokens
+        self._by_width: dict[int, np.ndarray] = {}
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def elements(self, num_elements: int) -> np.ndarray:
+        """Return int64[S, 2], first and last + 1 element of each span, in a tensor of that many elements.
+
+        Raises:
+            ValueError: if the elements cannot be shared equally by the tokens.
+        """
+        width, rest = divmod(num_elements, max(self.num_tokens, 1))
+        if rest or (num_elements and not self.num_tokens):
+            raise ValueError(f"{num_elements} elements are not shared equally by {self.num_tokens} tokens")
+        if width not in self._by_width:
+            self._by_width[width] = self.bounds * width
+        return self._by_width[width]
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """Return int64[S, longest]: the tokens of each span, N where it has no more."""
+        if device not in self._on_device:
+            lengths = self.bounds[:, 1] - self.bounds[:, 0]
+            offsets = np.arange(lengths.max(initial=0))
+            tokens = np.where(offsets < lengths[:, None], self.bounds[:, :1] + offsets, self.num_tokens)
+            self._on_device[device] = torch.from_numpy(tokens).to(device)
+        return self._on_device[device]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Statistics of R tensors, one a row, in the order in which they were measured; sums of spans of the K that had any."""
+
+    min: np.ndarray
+    """float64[R], as are `max`, `mean` and `norm` (L2): NaN where the tensor holds a NaN or nothing at all. Zero has no sign."""
+    max: np.ndarray
+    mean: np.ndarray
+    norm: np.ndarray
+    num_nan: np.ndarray
+    """int64[R], as are the other counts."""
+    num_inf: np.ndarray
+    num_zero: np.ndarray
+    num_subnormal: np.ndarray
+    """By the measure of the tensor's own dtype: a float16 of 1e-5 is one."""
+    checksum: np.ndarray
+    """uint64[R], of the stored bytes in their logical order; the same on every device and by every kernel."""
+    span_rows: np.ndarray
+    """int64[K]: which rows have sums of spans."""
+    first: np.ndarray
+    """int64[K+1]: sums of row `span_rows[k]` are elements `first[k]` up to `first[k + 1]` of the arrays below."""
+    sum: np.ndarray
+    """float64, Σx of each span."""
+    square_sum: np.ndarray
+    """float64, Σx² of each span."""
+    num_bad: np.ndarray
+    """int64, NaN and Inf of each span."""
+
+
+class Measurer:
+    """Measures the tensors of one capture on one device, for the thread that made it.
+
+    The checksum of a tensor's bytes, as little-endian 64-bit words w padded with zeros: each block of 1024 words adds
+    mix(Σ (w ^ w >> 32) * weight[i] + golden * (block + 1)), mix being SplitMix64's and the weights odd, all modulo 2^64;
+    the number of bytes is added last. It tells order, and any change within one word for certain.
+
+    Args:
+        device: where all tensors lie.
+        kernel: what measures; None is numba on CPU where it is installed, else PyTorch.
+
+    Raises:
+        MissingExtraError: if numba is asked for and missing.
+        ValueError: if numba is asked for on another device than CPU.
+    """
+
+    def __init__(self, device: torch.device, kernel: Kernel | None = None) -> None:
+        if kernel is None:
+            kernel = "numba" if device.type == "cpu" and find_spec("numba") else "torch"
+        if kernel == "numba" and device.type != "cpu":
+            raise ValueError(f"the numba kernel reads memory of the CPU, not of {device}")
+        self.kernel: Kernel = kernel
+        self._num_elements: list[int] = []
+        self._num_bytes: list[int] = []
+        self._span_rows: list[int] = []
+        self._backend = _CpuBackend() if kernel == "numba" else _TorchBackend(device)
+
+    @torch.no_grad()
+    def measure(self, tensor: Tensor, spans: Spans | None = None) -> int:
+        """Measure `tensor` as it is now and return the number of its row; nothing is copied to the host.
+
+        Args:
+            tensor: of any shape and strides, read in logical order; complex numbers are read as pairs of reals.
+            spans: for sums of each; the tensor's elements must be N equal stretches, one a token.
+
+        Raises:
+            ValueError: if the dtype is not in `MEASURABLE`, or the elements cannot be shared equally by the tokens.
+        """
+        tensor = tensor.detach()
+        if tensor.dtype not in MEASURABLE:
+            raise ValueError(f"cannot measure a tensor of {tensor.dtype}")
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        flat = tensor.resolve_neg().contiguous().view(-1)
+        # Words are read where they lie; a view may begin between two.
+        if flat.storage_offset() * flat.element_size() % 8:
+            flat = flat.clone()
+        num_elements = flat.numel()
+        bounds = _NO_SPANS if spans is None else spans.elements(num_elements)
+        row = len(self._num_elements)
+        self._backend.reserve(row + 1)
+        if num_elements:
+            self._backend.measure(flat, row, spans, bounds)
+        elif spans is not None:
+            self._backend.add_empty_spans(len(spans))
+        self._num_elements.append(num_elements)
+        self._num_bytes.append(num_elements * flat.element_size())
+        if spans is not None:
+            self._span_rows.append(row)
+        return row
+
+    def warm_up(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Load what measures tensors of these dtypes, compiling it where this machine has not yet (seconds a dtype)."""
+        spare = Measurer(self._backend.device, self.kernel)
+        for dtype in dtypes:
+            spare.measure(torch.zeros(1, dtype=dtype, device=self._backend.device))
+
+    def fetch(self) -> Rows:
+        """Return the statistics of all tensors measured so far."""
+        num_rows = len(self._num_elements)
+        floats, counts, span_sizes, span_sums, span_bad = self._backend.fetch(num_rows)
+        elements, sizes = np.array(self._num_elements, dtype=np.int64), np.array(self._num_bytes, dtype=np.uint64)
+        floats[(counts[:, 0] > 0) | (elements == 0)] = np.nan
+        return Rows(
+            min=floats[:, 0] + 0.0, max=floats[:, 1] + 0.0,
+            mean=floats[:, 2] / np.maximum(elements, 1), norm=np.sqrt(floats[:, 3]),
+            num_nan=counts[:, 0], num_inf=counts[:, 1], num_zero=counts[:, 2], num_subnormal=counts[:, 3],
+            checksum=counts[:, 4].view(np.uint64) + sizes,
+            span_rows=np.array(self._span_rows, dtype=np.int64),
+            first=np.concatenate(([0], np.cumsum(span_sizes))).astype(np.int64),
+            sum=span_sums[:, 0], square_sum=span_sums[:, 1], num_bad=span_bad,
+        )  # fmt: skip
+
+
+Fetched = tuple[np.ndarray, np.ndarray, list[int], np.ndarray, np.ndarray]
+"""float64[R, 4] minimum, maximum, Σx, Σx²; int64[R, 5] NaN, Inf, zero, subnormal, checksum without the length; then, of the
+rows with spans, the number of spans of each, and of all of them float64[·, 2] Σx, Σx² and int64[·] NaN + Inf."""
+
+
+class _CpuBackend:
+    """Numpy buffers that the numba kernel fills; a large tensor's chunks are shared by as many threads as PyTorch uses."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._kernels = _import_kernels()
+        self._floats, self._counts = np.empty((1024, 4)), np.empty((1024, 5), dtype=np.int64)
+        self._span_sums: list[np.ndarray] = []
+        self._span_bad: list[np.ndarray] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._scratch = np.empty(_BLOCK_BYTES // 2, dtype=np.float32)
+
+    def reserve(self, num_rows: int) -> None:
+        if num_rows > len(self._floats):
+            self._floats = np.concatenate((self._floats, np.empty_like(self._floats)))
+            self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
+
+    def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
+        num_chunks = -(-flat.numel() * flat.element_size() // _CHUNK_BYTES)
+        span_sums, span_bad = np.zeros((num_chunks, len(bounds), 2)), np.zeros((num_chunks, len(bounds)), dtype=np.int64)
+        if num_chunks == 1:
+            self._run(flat, bounds, (0, 1), self._floats, self._counts, row, span_sums, span_bad, self._scratch)
+        else:
+            floats, counts = np.empty((num_chunks, 4)), np.empty((num_chunks, 5), dtype=np.int64)
+            self._run_threads(flat, bounds, num_chunks, floats, counts, span_sums, span_bad)
+            self._floats[row] = floats[:, 0].min(), floats[:, 1].max(), floats[:, 2].sum(), floats[:, 3].sum()
+            self._counts[row] = counts.sum(0)
+        if spans is not None:
+            self._span_sums.append(span_sums.sum(0))
+            self._span_bad.append(span_bad.sum(0))
+
+    def add_empty_spans(self, num_spans: int) -> None:
+        self._span_sums.append(np.zeros((num_spans, 2)))
+        self._span_bad.append(np.zeros(num_spans, dtype=np.int64))
+
+    def fetch(self, num_rows: int) -> Fetched:
+        sums = np.concatenate([np.zeros((0, 2)), *self._span_sums])
+        bad = np.concatenate([np.zeros(0, dtype=np.int64), *self._span_bad])
+        return self._floats[:num_rows].copy(), self._counts[:num_rows].copy(), [len(each) for each in self._span_bad], sums, bad
+
+    def _run_threads(self, flat: Tensor, bounds: np.ndarray, num_chunks: int, floats, counts, span_sums, span_bad) -> None:
+        """Measure all chunks, this thread taking the first share of them."""
+        num_threads = min(torch.get_num_threads(), num_chunks)
+        edges = [num_chunks * share // num_threads for share in range(num_threads + 1)]
+        mine, *shares = pairwise(edges)
+        others = []
+        if num_threads > 1 and self._pool is None:
+            self._pool = ThreadPoolExecutor(torch.get_num_threads() - 1, thread_name_prefix="statistics")
+        for share in shares:
+            scratch = np.empty_like(self._scratch)
+            assert self._pool is not None
+            others.append(self._pool.submit(self._run, flat, bounds, share, floats, counts, 0, span_sums, span_bad, scratch))
+        self._run(flat, bounds, mine, floats, counts, 0, span_sums, span_bad, self._scratch)
+        for other in others:
+            other.result()
+
+    def _run(self, flat: Tensor, bounds, chunks: tuple[int, int], floats, counts, row: int, span_sums, span_bad, scratch) -> None:
+        if flat.dtype in _FLOATS:
+            stored, as_float, fraction = _FLOATS[flat.dtype]
+            bits = flat.view(stored).numpy()
+            values = scratch if flat.element_size() == 2 else bits.view(as_float)
+            smallest_normal = 1 << fraction
+            infinity = (1 << (8 * flat.element_size() - 1)) - smallest_normal
+            self._kernels.measure_floats(
+                bits, values, infinity, smallest_normal, bounds, chunks, floats, counts, row, span_sums, span_bad
+            )
+        else:
+            raw = flat.view(torch.uint8).numpy()
+            values = raw if flat.element_size() == 1 and flat.dtype != torch.int8 else flat.long().numpy()
+            self._kernels.measure_integers(raw, values, bounds, chunks, floats, counts, row, span_sums, span_bad)
+
+
+def _import_kernels() -> ModuleType:
+    if find_spec("numba") is None:
+        raise MissingExtraError("precision_debugger", "numba", "precision")
+    from pellucid.precision import kernels
+
+    return kernels
+
+
+class _TorchBackend:
+    """Rows in tensors on the device, filled by PyTorch's reductions: no value reaches the host before `fetch`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it.
+        self._sum_dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        self._floats = torch.empty((1024, 4), dtype=self._sum_dtype, device=device)
+        self._counts = torch.empty((1024, 5), dtype=torch.int64, device=device)
+        self._span_sums: list[Tensor] = []
+        self._span_bad: list[Tensor] = []
+        mix = _Mix(device)
+        self._checksum = mix.checksum
+
+    def reserve(self, num_rows: int) -> None:
+        if num_rows > len(self._floats):
+            self._floats = torch.cat((self._floats, torch.empty_like(self._floats)))
+            self._counts = torch.cat((self._counts, torch.empty_like(self._counts)))
+
+    def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
+        is_float = flat.dtype in _FLOATS
+        values = flat if is_float else flat.to(self._sum_dtype)
+        low, high = torch.aminmax(values)
+        sums = self._sums(values, 0)
+        self._floats[row] = torch.cat((torch.stack((low, high)).to(self._sum_dtype), sums))
+        pieces = range(0, len(flat), _PIECE_ELEMENTS)
+        counts = [self._counts_of(flat[first : first + _PIECE_ELEMENTS], first, is_float) for first in pieces]
+        self._counts[row] = counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
+        if spans is not None:
+            self._add_spans(values, spans, is_float)
+
+    def add_empty_spans(self, num_spans: int) -> None:
+        self._span_sums.append(torch.zeros((num_spans, 2), dtype=self._sum_dtype, device=self.device))
+        self._span_bad.append(torch.zeros(num_spans, dtype=torch.int64, device=self.device))
+
+    def fetch(self, num_rows: int) -> Fetched:
+        sums = torch.cat([torch.zeros((0, 2), dtype=self._sum_dtype, device=self.device), *self._span_sums])
+        bad = torch.cat([torch.zeros(0, dtype=torch.int64, device=self.device), *self._span_bad])
+        floats, counts = self._floats[:num_rows].cpu().double().clone(), self._counts[:num_rows].cpu().clone()
+        return floats.numpy(), counts.numpy(), [len(each) for each in self._span_bad], sums.cpu().double().numpy(), bad.cpu().numpy()
+
+    def _sums(self, values: Tensor, dim: int) -> Tensor:
+        """Return Σx and Σx² over `dim`, stacked behind the other dimensions."""
+        norm = torch.linalg.vector_norm(values, dim=dim, dtype=self._sum_dtype)
+        return torch.stack((values.sum(dim, dtype=self._sum_dtype), norm * norm), dim=-1)
+
+    def _counts_of(self, piece: Tensor, first: int, is_float: bool) -> Tensor:
+        """Return int64[5] of a piece that begins at element `first`."""
+        checksum = self._checksum(piece, first * piece.element_size() // _BLOCK_BYTES)
+        if not is_float:
+            nothing = torch.zeros_like(checksum)
+            return torch.stack((nothing, nothing, (piece == 0).sum(), nothing, checksum))
+        magnitude, infinity, smallest_normal = _magnitudes(piece)
+        zeros = (magnitude == 0).sum()
+        subnormals = (magnitude < smallest_normal).sum() - zeros
+        return torch.stack(((magnitude > infinity).sum(), (magnitude == infinity).sum(), zeros, subnormals, checksum))
+
+    def _add_spans(self, values: Tensor, spans: Spans, is_float: bool) -> None:
+        by_token = values.view(spans.num_tokens, -1)
+        step = max(_PIECE_ELEMENTS // by_token.shape[1], 1)
+        sums = self._sums(by_token, 1)
+        bad = torch.zeros(spans.num_tokens, dtype=torch.int64, device=self.device)
+        if is_float:
+            bad = torch.cat([_is_bad(by_token[first : first + step]).sum(1) for first in range(0, spans.num_tokens, step)])
+        tokens = spans.tokens(self.device)
+        self._span_sums.append(F.pad(sums, (0, 0, 0, 1))[tokens].sum(1))
+        self._span_bad.append(F.pad(bad, (0, 1))[tokens].sum(1))
+
+
+def _magnitudes(floats: Tensor) -> tuple[Tensor, int, int]:
+    """Return the bits of |x|, which are ordered as |x| is, those of infinity and those of the smallest normal number."""
+    stored, _, fraction = _FLOATS[floats.dtype]
+    most, smallest_normal = (1 << (8 * floats.element_size() - 1)) - 1, 1 << fraction
+    return floats.view(stored) & most, most + 1 - smallest_normal, smallest_normal
+
+
+def _is_bad(floats: Tensor) -> Tensor:
+    magnitude, infinity, _ = _magnitudes(floats)
+    return magnitude >= infinity
+
+
+class _Mix:
+    """The checksum of `Measurer` in PyTorch's int64, which wraps as unsigned words do."""
+
+    def __init__(self, device: torch.device) -> None:
+        words = torch.arange(1, _BLOCK_BYTES // 8 + 1, dtype=torch.int64, device=device)
+        self._weights = self._mix(words * _signed(_GOLDEN)) | 1
+
+    def checksum(self, piece: Tensor, block: int) -> Tensor:
+        """Return int64[], the sum of what the blocks of a piece add; its first is number `block` of the tensor."""
+        raw = piece.view(torch.uint8)
+        if len(raw) % _BLOCK_BYTES:
+            raw = F.pad(raw, (0, -len(raw) % _BLOCK_BYTES))
+        words = raw.view(torch.int64).view(-1, _BLOCK_BYTES // 8)
+        sums = ((words ^ _shifted(words, 32)) * self._weights).sum(1)
+        numbers = torch.arange(block + 1, block + 1 + len(sums), dtype=torch.int64, device=piece.device)
+        return self._mix(sums + numbers * _signed(_GOLDEN)).sum()
+
+    @staticmethod
+    def _mix(words: Tensor) -> Tensor:
+        words = (words ^ _shifted(words, 30)) * _signed(_MIX_1)
+        words = (words ^ _shifted(words, 27)) * _signed(_MIX_2)
+        return words ^ _shifted(words, 31)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Return unsigned `words` >> `bits`."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """Return the int64 with the bits of an unsigned word."""
+    return word - (1 << 64) if word >> 63 else word
