@@ -63,7 +63,7 @@ def write_dump(folder: Path, dump: StageDump) -> list[Path]:
     files = [folder / DUMP, folder / CONSTRUCT, folder / STACK]
     if sums is not None:
         with atomic_open(folder / SAMPLES) as handle:
-            np.savez(handle, **sums)
+            np.savez(handle, allow_pickle=False, **sums)
         files.append(folder / SAMPLES)
     return [*files, write_about(folder, dump.about)]
 
@@ -95,7 +95,7 @@ def _dump_text(dump: StageDump) -> str:
 
 
 def _a_key_a_line(content: Mapping[str, Any]) -> str:
-    encode = json.JSONEncoder(check_circular=False).encode
+    encode = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
     return "{\n" + ",\n".join(f"{encode(key)}: {encode(value)}" for key, value in content.items()) + "\n}\n"
 
 
