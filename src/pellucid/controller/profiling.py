@@ -34,6 +34,7 @@ from pellucid.profiler.tools.base import free_path
 from pellucid.profiler.window import Window
 from pellucid.stages import Stage, Unit, stages_of
 
+PRECISION_DEBUGGER = "precision_debugger"
 POOL = "policy"
 """What captures of whole steps are called after where one process holds all roles; under Ray, the policy's pool."""
 
@@ -57,7 +58,7 @@ def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str],
     wanted = profiler.controller
     if wanted is None:
         wanted = profiler.tool == "nsys" and not roles
-    if wanted and profiler.tool is not None:
+    if wanted and profiler.tool not in (None, PRECISION_DEBUGGER):  # the controller's own stages run no model
         discrete = any(section.captures_stages for section in config.profilers.values() if section.collects)
         discrete &= profiler.tool != "nsys" or bool(roles)  # nsys records a process of its own from start to end
         chosen["controller"] = RoleRequest(profiler.tool, save_folder(profiler.save_path, run_dir), discrete)
@@ -88,9 +89,15 @@ def _request(
         device=device,
         continuous=profiler.profile_continuous_steps,
         max_bytes=profiler.max_bytes,
-        strict=profiler.strict,
+        strict=_is_strict(config, {role.tool for role in roles.values()}),
         global_options=profiler.global_tool_config,
     )
+
+
+def _is_strict(config: RunConfig, tools: Collection[str | None]) -> bool:
+    """Return whether a failure of these tools ends the run."""
+    profiler = config.global_profiler
+    return profiler.strict or (PRECISION_DEBUGGER in tools and profiler.global_tool_config.precision_debugger.strict)
 
 
 def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], rank: int) -> dict[str, RoleRequest]:
@@ -103,8 +110,19 @@ def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], ran
         # A schedule without a stage of this role, as one that follows the actor may have, captures nothing of it.
         if selected and section.tool is not None and (windows or section.discrete or not section.captures_stages):
             folder = save_folder(section.save_path, run_dir)
-            requests[name] = RoleRequest(section.tool, folder, section.discrete, windows, section.tool_config)
+            if (stages := _stages(config, name, section)) != frozenset():
+                requests[name] = RoleRequest(
+                    section.tool, folder, section.discrete, windows, section.tool_config, stages
+                )
     return requests
+
+
+def _stages(config: RunConfig, role: str, section: ProfilerConfig) -> frozenset[Stage] | None:
+    """Return which of a role's stages its tool captures; None: all."""
+    if section.tool != PRECISION_DEBUGGER:
+        return None
+    options = config.global_profiler.global_tool_config.precision_debugger
+    return frozenset(stage for stage in stages_of(role) if options.covers(stage))
 
 
 def _windows(role: str, section: ProfilerConfig) -> dict[Stage, Window]:
@@ -133,7 +151,7 @@ def check_tools(config: RunConfig) -> tuple[RunConfig, list[ProfileFailure]]:
     if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
         return config, failures
     unusable = unusable_tools(config)
-    if unusable and profiler.strict:
+    if unusable and _is_strict(config, {config.profilers[name].tool for name in unusable}):
         raise next(iter(unusable.values()))
     for why in dict.fromkeys(map(str, unusable.values())):
         roles = [name for name, error in unusable.items() if str(error) == why]

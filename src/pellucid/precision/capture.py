@@ -1,0 +1,294 @@
+"""The native capture: what every module, and if asked every operator, reads and computes in one stage, as statistics.
+
+The profiler's tool begins and ends a `NativeSession` with a stage, and the engine tells it of passes; `dump_files.py` writes it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+
+from pellucid.precision.dump import About, Entry, StageDump
+from pellucid.precision.dump_files import write_dump
+from pellucid.precision.naming import entry_prefix, named_modules
+from pellucid.precision.operators import OperatorRecorder
+from pellucid.precision.recorder import Leaf, Recorder, call_stack
+from pellucid.profiler.probe import TokenSpans
+
+HEAD = "Module.scores.TokenScores"
+"""Entries of what the output head, which is no module, makes of the final hidden states."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A module that is running."""
+
+    prefix: str
+    number: int
+    groups: dict[str, Any]
+
+    @property
+    def entry(self) -> str:
+        return f"{self.prefix}.forward.{self.number}"
+
+
+class NativeSession:
+    """One capture, of a stage or a window in it.
+
+    Args:
+        models: what the stage runs; each chunk of a model that is cut into several.
+        folder: where the files go.
+        about: whose capture it is; the session fills in times, passes and how it ended.
+        modules: record calls of modules.
+        operators: record calls of PyTorch's functions.
+        gather: measure whole parameters and gradients instead of this rank's shards. Collective: all ranks must capture.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        folder: Path,
+        about: About,
+        *,
+        modules: bool = True,
+        operators: bool = False,
+        gather: bool = False,
+    ) -> None:
+        self._models, self._folder, self._about, self._gather = tuple(models), folder, about, gather
+        first = next((parameter for model in self._models for parameter in model.parameters()), None)
+        self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
+        self._with_modules = modules
+        self._operators = OperatorRecorder(self._recorder, self._inside, self._guarded) if operators else None
+        self._handles: list[Any] = []
+        self._running: list[_Call] = []
+        self._num_calls: defaultdict[str, int] = defaultdict(int)
+        self._forward_calls: defaultdict[str, list[int]] = defaultdict(list)
+        """Of each module, the forward calls whose backward calls are still to come."""
+        self._gradients: dict[str, Entry] = {}
+        self._stacks: dict[str, tuple[str, ...]] = {}
+        self._parameters: dict[str, dict[str, Leaf]] = {}
+        """Of each module that has its own, as of the last optimizer step."""
+        self._owners: list[tuple[str, torch.nn.Module]] = []
+        self._first_pass = 0
+        """Of the mini-batch in hand."""
+        self._thread = 0
+        self._error: Exception | None = None
+        self._warnings = warnings.catch_warnings()
+
+    def begin(self) -> None:
+        """Place the hooks."""
+        self._thread = threading.get_ident()
+        self._about.started_at = time.time()
+        self._warnings.__enter__()
+        # A module whose inputs need no gradient, such as an embedding, is told of its outputs' alone, which is as it should be.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        # The decoder's output object; its hidden states are those of the norm before it.
+        warnings.filterwarnings("ignore", message="For backward hooks to be called")
+        for path, module in named_modules(self._models):
+            prefix = entry_prefix(path, module)
+            if next(module.parameters(recurse=False), None) is not None:
+                self._owners.append((prefix, module))
+            if self._with_modules:
+                self._watch(prefix, module)
+        if self._operators is not None:
+            self._operators.__enter__()
+
+    def begin_pass(self, spans: TokenSpans, unit: str) -> None:
+        """A pass through the model begins. Of rollouts only now are the weights in place that are sampled from."""
+        self._running.clear()  # of a pass that ended in an exception
+        self._recorder.begin_pass(unit, spans())
+        if not self._parameters:
+            self._measure_parameters()
+
+    def results(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The pass's output head has computed these."""
+        number = self._next_call(HEAD)
+        self._recorder.add(Entry(f"{HEAD}.forward.{number}", None, {"output": [self._recorder.measure(tensors)]}))
+        backward = Entry(f"{HEAD}.backward.{number}", None, {"input": [{}]})
+
+        def hook(name: str, gradient: torch.Tensor | None) -> None:
+            if gradient is None:  # the loss does not depend on it
+                return
+            if not backward.groups["input"][0]:
+                self._recorder.add(backward)
+            backward.groups["input"][0][name] = self._recorder.leaf(gradient)
+
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(self._guarded(partial(hook, name))))
+
+    def end_mini_batch(self) -> None:
+        """The optimizer has made its step: measure the gradients that it used and the weights that it made."""
+        index = len(self._about.mini_batches)
+        self._about.mini_batches.append(self._first_pass)
+        self._first_pass = len(self._recorder.passes)
+        gradients = {
+            prefix: {
+                name: self._part(parameter.grad, whole=False)
+                for name, parameter in module.named_parameters(recurse=False)
+                if parameter.grad is not None
+            }
+            for prefix, module in self._owners
+        }
+        self._measure_parameters()
+        for prefix, _ in self._owners:
+            groups = {"input": [gradients[prefix]], "output": [self._parameters[prefix]]}
+            self._recorder.add(Entry(f"{prefix}.optimizer.{index}", None, groups))
+
+    def end(self) -> list[Path]:
+        """Take the hooks away, copy the numbers and write the files.
+
+        Raises:
+            Exception: what went wrong in a hook, once all that was captured before it is written.
+            OSError: the files cannot be written.
+        """
+        cause = self._error or sys.exception()
+        self._unhook()
+        for call in reversed(self._running):  # cut short by an exception
+            self._recorder.add(Entry(call.entry, self._parent(call), call.groups, self._stack(call.prefix)))
+        about = self._about
+        about.duration_s = round(time.time() - about.started_at, 6)
+        about.passes = self._recorder.passes
+        if cause is not None:
+            about.complete, about.error = False, f"{type(cause).__name__}: {cause}"
+        entries, samples = self._recorder.dump()
+        written = write_dump(self._folder, StageDump(about, entries, samples))
+        if self._error is not None:
+            raise self._error
+        return written
+
+    # --- modules -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, prefix: str, module: torch.nn.Module) -> None:
+        """Hook one module, and its own parameters' gradients."""
+        self._handles += [
+            module.register_forward_pre_hook(self._guarded(partial(self._before, prefix)), with_kwargs=True),
+            module.register_forward_hook(self._guarded(partial(self._after, prefix)), with_kwargs=True),
+            module.register_full_backward_hook(self._guarded(partial(self._backward, prefix))),
+        ]
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and not self._is_flat:
+                hook = partial(self._parameter_gradient, prefix, name)
+                self._handles.append(parameter.register_hook(self._guarded(hook)))
+
+    def _before(self, prefix: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._listens():
+            return
+        inputs = {"input_args": self._recorder.measure(args), "input_kwargs": self._recorder.measure(kwargs)}
+        self._running.append(_Call(prefix, self._next_call(prefix), inputs))
+
+    def _after(self, prefix: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._listens() or not self._running or self._running[-1].prefix != prefix:
+            return
+        call = self._running.pop()
+        outputs = output if isinstance(output, list | tuple) else (output,)
+        call.groups["output"] = self._recorder.measure(outputs)
+        if prefix in self._parameters:
+            call.groups["parameters"] = self._parameters[prefix]
+        self._recorder.add(Entry(call.entry, self._parent(call), call.groups, self._stack(prefix)))
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in outputs):
+            self._forward_calls[prefix].append(call.number)
+
+    def _backward(self, prefix: str, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> None:
+        waiting = self._forward_calls[prefix]
+        number = waiting.pop() if waiting else 0
+        # msprobe's words: what goes into the backward call is the gradient of the output.
+        groups = {"input": self._recorder.measure(grad_output), "output": self._recorder.measure(grad_input)}
+        self._recorder.add(Entry(f"{prefix}.backward.{number}", None, groups))
+
+    def _parameter_gradient(self, prefix: str, name: str, gradient: torch.Tensor) -> None:
+        """One micro-batch's share of a parameter's gradient; a module's parameters have an entry together."""
+        number = len(self._recorder.passes) - 1
+        entry_name = f"{prefix}.parameters_grad" + (f".{number}" if number > 0 else "")
+        if entry_name not in self._gradients:
+            self._gradients[entry_name] = self._recorder.add(Entry(entry_name, None, {}))
+        self._gradients[entry_name].groups[name] = [self._recorder.leaf(gradient)]
+
+    # --- parameters --------------------------------------------------------------------------------------------------
+
+    def _measure_parameters(self) -> None:
+        for prefix, module in self._owners:
+            own = module.named_parameters(recurse=False)
+            self._parameters[prefix] = {name: self._part(parameter, whole=self._gather) for name, parameter in own}
+
+    def _part(self, tensor: torch.Tensor, *, whole: bool) -> Leaf:
+        """Measure a parameter, a gradient, or this rank's part of one."""
+        tensor = tensor.detach()
+        if not isinstance(tensor, DTensor):
+            shard = (self._about.rank, self._about.num_ranks) if self._is_flat else None
+            return self._recorder.leaf(tensor, shard)
+        if whole or self._gather:
+            return self._recorder.leaf(tensor.full_tensor())
+        mesh, cut = tensor.device_mesh, [at for at, how in enumerate(tensor.placements) if isinstance(how, Shard)]
+        shard = (mesh.get_local_rank(cut[0]), mesh.size(cut[0])) if cut else None
+        return self._recorder.leaf(tensor.to_local(), shard)
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether FSDP, the first, holds the parameters: as slices of one flat shard."""
+        return any(isinstance(module, FullyShardedDataParallel) for model in self._models for module in model.modules())
+
+    # --- around ------------------------------------------------------------------------------------------------------
+
+    def _listens(self) -> bool:
+        """Tell whether a call belongs to the capture: not another thread's, nor a checkpointed layer's second pass."""
+        return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Return the hook so that what it raises ends the capture instead of the training."""
+
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            if self._error is None:
+                with self, torch.no_grad(), torch._C.DisableTorchFunction():
+                    hook(*args, **kwargs)
+
+        return guarded
+
+    def __enter__(self) -> None:
+        """Begin what may fail without ending the training."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Keep an error for the end of the capture."""
+        if isinstance(error, Exception):
+            self._error = error
+        return self._error is error and error is not None
+
+    def _unhook(self) -> None:
+        if self._operators is not None:
+            self._operators.__exit__(None, None, None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._warnings.__exit__(None, None, None)
+
+    def _next_call(self, prefix: str) -> int:
+        self._num_calls[prefix] += 1
+        return self._num_calls[prefix] - 1
+
+    def _inside(self) -> str | None:
+        """Return the entry of the module that is running."""
+        return self._running[-1].entry if self._running else None
+
+    def _parent(self, call: _Call) -> str | None:
+        if call in self._running:
+            at = self._running.index(call)
+            return self._running[at - 1].entry if at else None
+        return self._inside()
+
+    def _stack(self, prefix: str) -> tuple[str, ...]:
+        """Return where a module is called, looked up at its first call."""
+        if prefix not in self._stacks:
+            self._stacks[prefix] = call_stack(sys._getframe(1))
+        return self._stacks[prefix]

@@ -1,0 +1,182 @@
+"""What a native capture has seen so far: entries in execution order, and tensors as rows of statistics on the device.
+
+Hooks of modules (`capture.py`) and of operators (`operators.py`) add to it; `dump` turns it into what is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pellucid.precision.dump import Entry, Pass, SampleSums, TensorStats
+from pellucid.precision.statistics import Measurer, Rows, Spans
+from pellucid.profiler.probe import TokenSpan
+
+MAX_FRAMES = 24
+"""Of a stack, innermost first."""
+_ROOM, _HOOKS = __file__.rpartition("recorder")[0], torch.nn.modules.module.__file__
+
+
+@dataclass(slots=True, eq=False)
+class Leaf:
+    """A tensor that was measured: its row, and what is known without looking at values."""
+
+    row: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    by_sample: bool = False
+    """Whether the row has sums for each span of the pass."""
+    shard: tuple[int, int] | None = None
+
+
+class Recorder:
+    """See the module. One capture, one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._measurer = Measurer(device)
+        self._entries: list[tuple[Entry, int]] = []
+        """Each with the pass that it belongs to."""
+        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, Leaf]] = {}
+        self.passes: list[Pass] = []
+        self._spans: Spans | None = None
+        self._num_tokens: int | None = None
+        """Length of the token axis of the pass in hand; None until the model has read its ids."""
+
+    def begin_pass(self, unit: str, spans: list[TokenSpan]) -> None:
+        """What follows belongs to another pass."""
+        self.passes.append(Pass(unit, spans))
+        self._spans = self._num_tokens = None
+        self._seen.clear()
+
+    def add(self, entry: Entry) -> Entry:
+        """Append an entry of the pass in hand."""
+        self._entries.append((entry, len(self.passes) - 1))
+        return entry
+
+    def measure(self, values: Any) -> Any:
+        """Return nested arguments with a `Leaf` in place of each tensor; other values as they are, objects by their type."""
+        if isinstance(values, torch.Tensor):
+            return self.leaf(values)
+        if isinstance(values, list | tuple):
+            return [self.measure(value) for value in values]
+        if isinstance(values, dict):
+            return {str(name): self.measure(value) for name, value in values.items()}
+        if values is None or isinstance(values, bool | int | float | str):
+            return values
+        return f"<{type(values).__name__}>"
+
+    def leaf(self, tensor: torch.Tensor, shard: tuple[int, int] | None = None) -> Leaf:
+        """Measure a tensor, unless that has been done: what one module computes another reads."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if tensor.is_inference():  # such tensors do not count their versions: a change in place would go unseen
+            return self._measure(tensor, shard)
+        storage = tensor.untyped_storage()
+        # As long as the weak reference is kept, no other storage can get this address.
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        known = self._seen.get(key)
+        if known is not None and not known[0].expired():
+            return known[1]
+        leaf = self._measure(tensor, shard)
+        self._seen[key] = (StorageWeakRef(storage), leaf)
+        return leaf
+
+    def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None) -> Leaf:
+        if self._num_tokens is None:
+            self._learn_num_tokens(tensor)
+        spans = self._spans if self._has_token_axis(tensor) else None
+        row = self._measurer.measure(tensor.detach(), spans)
+        return Leaf(row, tensor.dtype, tuple(tensor.shape), tensor.requires_grad, spans is not None, shard)
+
+    def _learn_num_tokens(self, ids: torch.Tensor) -> None:
+        """Learn from the ids, which a pass reads first, how long its token axis is."""
+        if not self.passes or ids.is_floating_point() or ids.dim() != 2:
+            return
+        self._num_tokens = ids.numel()
+        if spans := self.passes[-1].spans:
+            starts, lengths = zip(*((span.start, span.length) for span in spans), strict=True)
+            self._spans = Spans(np.array(starts), np.array(lengths), self._num_tokens)
+
+    def _has_token_axis(self, tensor: torch.Tensor) -> bool:
+        shape = tensor.shape
+        if len(shape) == 2:
+            return shape[0] == self._num_tokens
+        return len(shape) > 2 and shape[0] * shape[1] == self._num_tokens
+
+    def dump(self) -> tuple[list[Entry], SampleSums | None]:
+        """Copy the numbers from the device, once, and return the entries with statistics in place of leaves."""
+        rows = self._measurer.fetch()
+        names, passes, of_rows = [], [], []
+        for entry, pass_index in self._entries:
+            for path, leaf in _leaves(entry.groups, ""):
+                if leaf.by_sample:
+                    names.append(f"{entry.name}|{path}")
+                    passes.append(pass_index)
+                    of_rows.append(leaf.row)
+            entry.groups = _with_statistics(entry.groups, rows)
+        return [entry for entry, _ in self._entries], _sample_sums(names, passes, of_rows, rows)
+
+
+def call_stack(frame: FrameType | None) -> tuple[str, ...]:
+    """Return the frames from `frame` outwards, but for those of this room and of torch's hooks."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < MAX_FRAMES:
+        name = frame.f_code.co_filename
+        if not name.startswith(_ROOM) and name != _HOOKS:
+            lines.append(f"File {name}, line {frame.f_lineno}, in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(lines)
+
+
+def _leaves(node: Any, path: str) -> list[tuple[str, Leaf]]:
+    if isinstance(node, Leaf):
+        return [(path, node)]
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [found for key, value in items for found in _leaves(value, f"{path}.{key}" if path else str(key))]
+
+
+def _with_statistics(node: Any, rows: Rows) -> Any:
+    if isinstance(node, Leaf):
+        return _statistics(node, rows)
+    if isinstance(node, dict):
+        return {key: _with_statistics(value, rows) for key, value in node.items()}
+    return [_with_statistics(value, rows) for value in node] if isinstance(node, list) else node
+
+
+def _statistics(leaf: Leaf, rows: Rows) -> TensorStats:
+    row = leaf.row
+    return TensorStats(
+        str(leaf.dtype),
+        leaf.shape,
+        float(rows.min[row]),
+        float(rows.max[row]),
+        float(rows.mean[row]),
+        float(rows.norm[row]),
+        int(rows.num_nan[row]),
+        int(rows.num_inf[row]),
+        int(rows.num_zero[row]),
+        int(rows.num_subnormal[row]),
+        f"{int(rows.checksum[row]):016x}",
+        leaf.requires_grad,
+        leaf.shard,
+    )
+
+
+def _sample_sums(names: list[str], passes: list[int], of_rows: list[int], rows: Rows) -> SampleSums | None:
+    """Return the sums by sample of the named tensors, whose rows may stand for several of them."""
+    if not names:
+        return None
+    place = np.searchsorted(rows.span_rows, of_rows)
+    first, last = rows.first[place], rows.first[place + 1]
+    sizes = last - first
+    taken = np.concatenate([np.arange(start, stop) for start, stop in zip(first, last, strict=True)])
+    ends = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+    pass_index = np.array(passes, dtype=np.int64)
+    return SampleSums(names, pass_index, ends, rows.sum[taken], rows.square_sum[taken], rows.num_bad[taken])
