@@ -6,8 +6,10 @@ compose (Hydra) → old spellings → keys of later work → unknown keys → re
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,8 +21,10 @@ from pellucid.config.migrate import drop_old, drop_targets
 from pellucid.config.presets import expand_preset, forget_earlier_preset
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
+from pellucid.config.schema.msprobe_json import LEVELS, SECTION, read_json
 from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS
 from pellucid.config.validate import validate
+from pellucid.config.verl_precision import drop_moved
 from pellucid.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,6 +87,8 @@ def resolved_tree(source: str | Path | None, overrides: list[str], root: type, n
     merged = OmegaConf.merge(defaults, user)
     assert isinstance(merged, DictConfig)
     drop_deferred(user, merged, notices)
+    if root is RunConfig:
+        drop_moved(user, merged, notices)
     raise_all(list(_unknown_keys(user, root)))
     if root is RunConfig:
         _follow_actor_profiler(user, merged)
@@ -99,6 +105,7 @@ def resolved_tree(source: str | Path | None, overrides: list[str], root: type, n
         )
     if root is RunConfig:
         _default_tool(user, tree, notices)
+        _default_level(tree, notices)
     return tree
 
 
@@ -125,14 +132,11 @@ def _default_tool(user: DictConfig, tree: dict[str, Any], notices: list[str]) ->
         return
     toolless: list[dict[str, Any]] = []
     named: set[str] = set()
-    for role, section in PROFILED_SECTIONS.items():
-        own = tree
-        for name in f"{section}.profiler".split("."):
-            own = own[name]
+    for role, own in _profilers(tree).items():
         if own["tool"] is None:
             toolless.append(own)
             if str(own["enable"]).lower() == "true":
-                settled = [section, *([PROFILED_SECTIONS["actor"]] if role in ACTOR_FOLLOWERS else [])]
+                settled = [PROFILED_SECTIONS[role], *([PROFILED_SECTIONS["actor"]] if role in ACTOR_FOLLOWERS else [])]
                 named |= {str(name) for key in settled for name in _select(user, f"{key}.profiler.tool_config") or ()}
     if len(named) == 1:
         [tool] = named
@@ -140,6 +144,30 @@ def _default_tool(user: DictConfig, tree: dict[str, Any], notices: list[str]) ->
         for own in toolless:
             own["tool"] = tool
         notices.append(f"global_profiler.tool: {tool}, the one tool that the profiled roles have settings of.")
+
+
+def _profilers(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return each role's `profiler` section."""
+    return {
+        role: reduce(operator.getitem, f"{section}.profiler".split("."), tree)
+        for role, section in PROFILED_SECTIONS.items()
+    }
+
+
+def _default_level(tree: dict[str, Any], notices: list[str]) -> None:
+    """Take the precision debugger's level from msprobe's JSON file, where it is set there alone."""
+    profiler = tree["global_profiler"]
+    settings = profiler["global_tool_config"]["precision_debugger"]
+    used = any(own["tool"] == "precision_debugger" for own in _profilers(tree).values())
+    path = settings["config_path"]
+    if used and profiler["steps"] and settings["level"] is None and isinstance(path, str):
+        try:
+            level = read_json(path).get("level")
+        except UserError:  # what is wrong with the file the rules say, in runs that use it
+            return
+        if level in LEVELS:
+            settings["level"] = level
+            notices.append(f"{SECTION}.level: {level}, from {path}.")
 
 
 def _select(tree: DictConfig, key: str) -> Any:

@@ -117,16 +117,13 @@ class Run:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether a pass before the update must supply `old_logp`: the update's own forward does when it is the only one."""
-        actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
-        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.config.data.train_batch_size
-        return not one_update or algorithm.use_kl_in_reward or self.corrects
+        """Whether a pass before the update must supply `old_logp`."""
+        return self.config.needs_old_log_probs
 
     @property
     def corrects(self) -> bool:
-        """Whether weights or a smaller mask are worked out before the update; in bypass mode the update does it itself."""
-        algorithm = self.config.algorithm
-        return not algorithm.bypass_mode and (algorithm.rollout_is or bool(algorithm.rollout_rs))
+        """Whether weights or a smaller mask are worked out before the update."""
+        return self.config.corrects
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Hand a finished step's metrics to the trackers and the console."""

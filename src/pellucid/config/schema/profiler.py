@@ -20,6 +20,7 @@ StageName = Literal[
     "critic_update",
     "actor_update",
 ]
+PrecisionLevel = Literal["L0", "L1", "mix"]
 Count = Annotated[int, Range(ge=0)]
 PROFILED_SECTIONS = {
     "actor": "actor_rollout_ref.actor",
@@ -212,7 +213,7 @@ class PrecisionDebuggerConfig:
     whole tensors. Both write the same files."""
     config_path: str | None = None
     """msprobe's JSON config, which backend msprobe needs; native takes its `level`. Steps, ranks and folder are the run's."""
-    level: Literal["L0", "L1", "mix"] | None = None
+    level: PrecisionLevel | None = None
     """What is measured: L0 each module's inputs, outputs, parameters and gradients; L1 each operator's; mix both. null: the
     JSON's `level`, else L0."""
     stages: Annotated[list[StageName], Alias(None, [])] = field(default_factory=list)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pellucid.config.convert import raise_all
 from pellucid.config.schema import RunConfig, SftConfig
-from pellucid.config.validate import algorithm, batches, correction, effects, profiling, ranks, run, sampling
+from pellucid.config.validate import algorithm, batches, correction, effects, precision, profiling, ranks, run, sampling
 
 
 def validate(config: RunConfig | SftConfig) -> list[str]:
@@ -31,6 +31,7 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
         *correction.mistakes(config),
         *run.mistakes(config),
         *profiling.mistakes(config),
+        *precision.mistakes(config),
     ]
     named = {error.field for error in found}
     others = {key: value for key, value in changed.items() if ".profiler." not in key}  # profiling has rules of its own
@@ -40,4 +41,5 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
         *correction.unusual(config),
         *ranks.unusual(config),
         *profiling.unusual(config, changed),
+        *precision.unusual(config),
     ]

@@ -19,12 +19,12 @@ from pellucid.stages import ROLE_OF, UNITS_OF, Stage, stages_of
 
 _GLOBAL = "global_profiler"
 _STEPS, _TOOL = f"{_GLOBAL}.steps", f"{_GLOBAL}.tool"
-_TOOLS = "torch, torch_memory, nsys, npu, or a class of your own as file.py:name"
+_TOOLS = "torch, torch_memory, nsys, npu, precision_debugger, or a class of your own as file.py:name"
 _TOOLS_WITH_DISCRETE = ("nsys", "npu", "torch")
 
 
 @dataclass(frozen=True)
-class _Role:
+class Role:
     """A role with its `profiler` section.
 
     Attributes:
@@ -44,7 +44,8 @@ class _Role:
         return len(self.copies) == len(dataclasses.fields(ProfilerConfig))
 
 
-def _roles(config: RunConfig) -> list[_Role]:
+def roles_of(config: RunConfig) -> list[Role]:
+    """Return the roles that can be profiled, also those that the run does not have."""
     actor, fields = config.actor_rollout_ref.actor.profiler, dataclasses.fields(ProfilerConfig)
     missing = {
         "ref": None
@@ -57,13 +58,13 @@ def _roles(config: RunConfig) -> list[_Role]:
     for name, block in config.profilers.items():
         own, actors = vars(block), vars(actor)
         copies = [item.name for item in fields if name in ACTOR_FOLLOWERS and own[item.name] == actors[item.name]]
-        roles.append(_Role(name, f"{PROFILED_SECTIONS[name]}.profiler", block, frozenset(copies), missing.get(name)))
+        roles.append(Role(name, f"{PROFILED_SECTIONS[name]}.profiler", block, frozenset(copies), missing.get(name)))
     return roles
 
 
-def _collecting(config: RunConfig) -> list[_Role]:
+def collecting_roles(config: RunConfig) -> list[Role]:
     """Return the roles of which something is captured."""
-    return [role for role in _roles(config) if role.block.collects and role.missing is None]
+    return [role for role in roles_of(config) if role.block.collects and role.missing is None]
 
 
 def _captures_controller(config: RunConfig) -> bool:
@@ -83,9 +84,9 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
 
 
 def _mistakes(config: RunConfig) -> Iterator[UserError]:
-    collecting = _collecting(config)
+    collecting = collecting_roles(config)
     yield from _without_tool(config, collecting)
-    for role in _roles(config):
+    for role in roles_of(config):
         if role.block.enable and role.missing is not None and not role.follows:
             yield UserError(
                 f"{role.key}.enable",
@@ -100,7 +101,7 @@ def _mistakes(config: RunConfig) -> Iterator[UserError]:
     yield from _shared_processes(config, collecting)
 
 
-def _without_tool(config: RunConfig, collecting: list[_Role]) -> Iterator[UserError]:
+def _without_tool(config: RunConfig, collecting: list[Role]) -> Iterator[UserError]:
     without = [role.key for role in collecting if role.block.tool is None]
     if config.global_profiler.tool is None and _captures_controller(config):
         without.append(f"{_GLOBAL}.controller")
@@ -112,7 +113,7 @@ def _without_tool(config: RunConfig, collecting: list[_Role]) -> Iterator[UserEr
         )
 
 
-def _ranks(config: RunConfig, role: _Role) -> Iterator[UserError]:
+def _ranks(config: RunConfig, role: Role) -> Iterator[UserError]:
     block, key = role.block, f"{role.key}.ranks"
     if block.ranks and block.all_ranks and not {"ranks", "all_ranks"} <= role.copies:
         yield UserError(key, f"{block.ranks} has no effect while all_ranks is true.", "Remove one of the two.")
@@ -127,13 +128,13 @@ def _ranks(config: RunConfig, role: _Role) -> Iterator[UserError]:
         )
 
 
-def _unknown_ranks(config: RunConfig, role: _Role) -> list[int]:
+def _unknown_ranks(config: RunConfig, role: Role) -> list[int]:
     if role.block.all_ranks:
         return []
     return [rank for rank in role.block.ranks if rank >= config.pool_ranks(role.name)]
 
 
-def _schedule(role: _Role) -> Iterator[UserError]:
+def _schedule(role: Role) -> Iterator[UserError]:
     schedule, key = role.block.schedule, f"{role.key}.schedule"
     if "schedule" in role.copies:
         return
@@ -172,7 +173,7 @@ def _stages_allowed(role: str) -> tuple[str, ...]:
     )
 
 
-def _torch(config: RunConfig, role: _Role) -> Iterator[UserError]:
+def _torch(config: RunConfig, role: Role) -> Iterator[UserError]:
     options, key = role.block.tool_config.torch, f"{role.key}.tool_config.torch"
     if role.block.tool != "torch" or {"tool", "tool_config"} <= role.copies:
         return
@@ -198,7 +199,7 @@ def _torch(config: RunConfig, role: _Role) -> Iterator[UserError]:
         )
 
 
-def _modes(config: RunConfig, collecting: list[_Role]) -> Iterator[UserError]:
+def _modes(config: RunConfig, collecting: list[Role]) -> Iterator[UserError]:
     """Yield a mistake where some roles are captured by step and others by stage, and where the engine cannot be."""
     by_stage = [role for role in collecting if role.block.captures_stages]
     by_step = [role for role in collecting if not role.block.captures_stages]
@@ -227,11 +228,11 @@ def _modes(config: RunConfig, collecting: list[_Role]) -> Iterator[UserError]:
         )
 
 
-def _mode(role: _Role) -> str:
+def _mode(role: Role) -> str:
     return "captured stage by stage" if role.block.captures_stages else "captured by whole steps"
 
 
-def _mode_key(role: _Role) -> str:
+def _mode_key(role: Role) -> str:
     """Return the key that puts a role in its mode."""
     if role.block.schedule.stages:
         return f"{role.key}.schedule.stages"
@@ -240,7 +241,7 @@ def _mode_key(role: _Role) -> str:
     return f"{role.key}.tool"
 
 
-def _shared_processes(config: RunConfig, collecting: list[_Role]) -> Iterator[UserError]:
+def _shared_processes(config: RunConfig, collecting: list[Role]) -> Iterator[UserError]:
     """Yield a mistake for roles of one process that ask for different captures of the same whole step."""
     by_step = [role for role in collecting if not role.block.captures_stages]
     for index, role in enumerate(by_step):
@@ -263,7 +264,7 @@ def _shared_processes(config: RunConfig, collecting: list[_Role]) -> Iterator[Us
             )
 
 
-def _meet(config: RunConfig, one: _Role, other: _Role) -> bool:
+def _meet(config: RunConfig, one: Role, other: Role) -> bool:
     """Tell whether a process holds both roles and is captured for both."""
     pools = config.trainer.resource_pools
     if one.name in pools or other.name in pools:
@@ -295,16 +296,16 @@ def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
         asked = [
             key for key in changed if key.startswith(f"{_GLOBAL}.") and key not in (_STEPS, f"{_GLOBAL}.save_path")
         ]
-        asked = [f"{role.key}.enable" for role in _roles(config) if role.block.enable and not role.follows] + asked
+        asked = [f"{role.key}.enable" for role in roles_of(config) if role.block.enable and not role.follows] + asked
         if asked:
             yield f"Nothing is profiled: {_STEPS} is {'null' if steps is None else '[]'}, so these wait: {', '.join(asked)}"
         return
-    if idle := [role.key for role in _roles(config) if role.block.enable and not role.block.collects]:
+    if idle := [role.key for role in roles_of(config) if role.block.enable and not role.block.collects]:
         yield (
             f"PROFILING COLLECTS NOTHING of {', '.join(idle)}: enable is true, but ranks is [] and all_ranks is false. "
             "Set ranks, e.g. [0], or all_ranks: true. (Captures of whole steps, where there are any, hold all roles of a process.)"
         )
-    elif not _collecting(config) and not _captures_controller(config):
+    elif not collecting_roles(config) and not _captures_controller(config):
         yield (
             f"PROFILING COLLECTS NOTHING: {_STEPS} is {steps}, but no role is profiled. Set a role's profiler.enable: true "
             "and profiler.ranks, e.g. actor_rollout_ref.actor.profiler."
@@ -312,7 +313,7 @@ def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
     total = config.trainer.total_training_steps
     if total is not None and (late := [step for step in steps if step > total]):
         yield f"{_STEPS}: {_listed(late)} will not be profiled: the run ends with step {total}."
-    for role in _collecting(config):
+    for role in collecting_roles(config):
         if (
             (unknown := _unknown_ranks(config, role))
             and "ranks" in role.copies
@@ -323,11 +324,11 @@ def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
     yield from _settings_of_other_tools(config, changed)
 
 
-def _stages_without_capture(config: RunConfig, role: _Role) -> Iterator[str]:
+def _stages_without_capture(config: RunConfig, role: Role) -> Iterator[str]:
     """Yield a line for each stage of a schedule that does not come, or whose role does not go by the schedule."""
     if "schedule" in role.copies:
         return
-    roles = {other.name: other for other in _roles(config)}
+    roles = {other.name: other for other in roles_of(config)}
     for name in role.block.schedule.stages:
         owner, key = roles[ROLE_OF[Stage(name)]], f"{role.key}.schedule.stages"
         if name == Stage.ACTOR_COMPUTE_LOG_PROB and config.algorithm.bypass_mode:
@@ -344,7 +345,7 @@ def _settings_of_other_tools(config: RunConfig, changed: dict[str, Any]) -> Iter
     """Yield a line that names the settings of tools that are not used."""
     idle: list[str] = []
     known = hints_of(type(config.actor_rollout_ref.actor.profiler.tool_config))
-    for role in _collecting(config):
+    for role in collecting_roles(config):
         tool, prefix = role.block.tool or "", f"{role.key}.tool_config."
         if "tool_config" in role.copies or is_import_path(tool):
             continue
@@ -361,11 +362,11 @@ def _settings_of_other_tools(config: RunConfig, changed: dict[str, Any]) -> Iter
 
 
 def _tools_in_use(config: RunConfig) -> set[str]:
-    tools = {role.block.tool for role in _collecting(config)}
+    tools = {role.block.tool for role in collecting_roles(config)}
     return {tool for tool in (*tools, config.global_profiler.tool if _captures_controller(config) else None) if tool}
 
 
-def _names(roles: list[_Role]) -> str:
+def _names(roles: list[Role]) -> str:
     return f"{' and '.join(role.name for role in roles)} {'is' if len(roles) == 1 else 'are'}"
 
 

@@ -1,0 +1,376 @@
+"""The precision debugger's keys: what goes together, what collects nothing, msprobe's JSON file, and the blocks that verl has."""
+
+import json
+
+import pytest
+import yaml
+
+from pellucid.config import load_config
+from pellucid.config.schema import PrecisionDebuggerConfig, msprobe_json
+from pellucid.errors import UserError
+
+SECTION = "global_profiler.global_tool_config.precision_debugger"
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout"))
+BASE = [
+    "data.train_files=x.jsonl",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.model.path=m",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.rollout.n=4",
+]
+ON = [
+    "global_profiler.tool=precision_debugger",
+    "global_profiler.steps=[2]",
+    f"{ACTOR}.enable=true",
+    f"{ACTOR}.ranks=[0]",
+]
+CRITIC = ["algorithm.adv_estimator=gae", "critic.profiler.enable=true", "critic.profiler.ranks=[0]"]
+STATISTICS = {"task": "statistics", "level": "L0"}
+FULL = {
+    **STATISTICS,
+    **{"dump_path": "", "rank": [], "step": [], "extra_info": True, "async_dump": False, "precision": "low"},
+    "statistics": {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"},
+    "tensor": {"scope": [], "list": ["linear"], "data_mode": ["all"]},
+    "acc_check": {"white_list": [], "black_list": [], "error_data_path": "./"},
+}
+"""msprobe's own template, less its placeholder of a `dump_path`; sections of tasks that are not asked for do not matter."""
+
+
+def load(*overrides, source=None):
+    return load_config(source, [*BASE, *overrides])
+
+
+def error_of(*overrides, source=None) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(*overrides, source=source)
+    return caught.value
+
+
+def notices(*overrides) -> str:
+    return "\n".join(load(*overrides).notices)
+
+
+def settings(loaded):
+    return loaded.config.global_profiler.global_tool_config.precision_debugger
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write msprobe's JSON file and return the override that names it."""
+
+    def write(content, name="msprobe.json"):
+        text = json.dumps(content) if isinstance(content, dict) else content
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return f"{SECTION}.config_path={tmp_path / name}"
+
+    return write
+
+
+def test_each_stage_has_a_capture_of_its_own():
+    loaded = load(*ON)
+    assert {role: block.discrete for role, block in loaded.config.profilers.items()} == dict.fromkeys(
+        ("actor", "ref", "rollout", "critic", "reward_model"), True
+    )
+    assert loaded.config.profilers["actor"].captures_stages
+    assert not any("PROFILING" in line for line in loaded.notices)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "covered"),
+    [
+        ([], {"rollout_generate", "actor_update", "compute_values"}),
+        ([f"{SECTION}.stages=null"], {"rollout_generate", "actor_update", "compute_values"}),
+        ([f"{SECTION}.stages=[actor_update]"], {"actor_update"}),
+        ([f"{SECTION}.stages=[rollout_generate,actor_update]"], {"rollout_generate", "actor_update"}),
+    ],
+)
+def test_the_stages_that_are_covered(overrides, covered):
+    asked = settings(load(*ON, *overrides))
+    assert {stage for stage in ("rollout_generate", "actor_update", "compute_values") if asked.covers(stage)} == covered
+
+
+def test_msprobe_covers_no_rollout(written):
+    asked = settings(load(*ON, f"{SECTION}.backend=msprobe", written(STATISTICS)))
+    assert asked.covers("actor_update") and not asked.covers("rollout_generate")
+
+
+MISTAKES = [
+    ([f"{SECTION}.stages=[actor_updat]"], f"{SECTION}.stages[0]", "Did you mean 'actor_update'?"),
+    ([f"{SECTION}.stages=[advantage]"], f"{SECTION}.stages[0]", "is not one of rollout_generate | actor_compute_log"),
+    ([f"{SECTION}.strict=false", f"{SECTION}.stages=[update]"], f"{SECTION}.stages[0]", "is not one of"),
+    ([f"{SECTION}.backend=msprob"], f"{SECTION}.backend", "Did you mean 'msprobe'?"),
+    ([f"{SECTION}.level=L2"], f"{SECTION}.level", "L0 | L1 | mix"),
+    ([f"{SECTION}.backend=msprobe"], f"{SECTION}.config_path", "must be set with backend: msprobe"),
+    ([f"{SECTION}.backend=msprobe", f"{SECTION}.stages=[rollout_generate]"], "", "backend native alone"),
+    ([f"{SECTION}.backend=msprobe", f"{SECTION}.gather=true"], "", "what each rank holds"),
+    ([f"{SECTION}.config_path=no/such.json"], f"{SECTION}.config_path", "No such file"),
+    ([f"{SECTION}.config_path=recipe.yaml"], f"{SECTION}.config_path", "does not end in .json"),
+    (["global_profiler.controller=true"], "global_profiler.controller", "no model runs there"),
+    (["global_profiler.profile_continuous_steps=true"], "global_profiler.profile_continuous_steps", "no effect"),
+    ([f"{SECTION}.stage=[actor_update]"], f"{SECTION}.stage", "stages"),
+    ([f"{SECTION}.enable=true"], f"{SECTION}.enable", "chosen by its name"),
+    ([f"{SECTION}.enable=false"], f"{SECTION}.enable", "or null for none"),
+    ([f"{SECTION}.data_dir=out"], f"{SECTION}.data_dir", "Set global_profiler.save_path"),
+    ([f"{SECTION}.dump_path=out"], f"{SECTION}.dump_path", "Set global_profiler.save_path"),
+    ([f"{SECTION}.steps=[1]"], f"{SECTION}.steps", "Set global_profiler.steps"),
+    ([f"{SECTION}.step=[1]"], f"{SECTION}.step", "Set global_profiler.steps"),
+    ([f"{SECTION}.ranks=[0]"], f"{SECTION}.ranks", "profiler.ranks"),
+    ([f"{SECTION}.concurrency=serialize"], f"{SECTION}.concurrency", "one capture at a time"),
+    ([f"{ACTOR}.tool_config.precision_debugger.level=L1"], f"{ACTOR}.tool_config.precision_debugger", f"Set {SECTION}"),
+    (
+        ["critic.profiler.tool_config.precision_debugger={enable: true}"],
+        "critic.profiler.tool_config.precision_debugger",
+        "one setting for all roles (enable)",
+    ),
+    ([*CRITIC, "critic.profiler.tool=torch"], "critic.profiler.tool_config.torch.discrete", "all roles must agree"),
+    ([f"{ACTOR}.schedule={{stages: [actor_update], unit: decode_step}}"], f"{ACTOR}.schedule.unit", "no unit of"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "field", "words"), MISTAKES, ids=[f"{i}-{m[1]}" for i, m in enumerate(MISTAKES)])
+def test_a_mistake_is_named_by_its_key_with_reason_and_remedy(overrides, field, words):
+    error = error_of(*ON, *overrides)
+    assert words in str(error) and (field == error.field or not field), str(error)
+
+
+IN_THE_FILE = [
+    ({"tsk": "statistics"}, "tsk", "Did you mean 'task'?"),
+    ({"task": "free_benchmark"}, "task", "statistics | tensor"),
+    ({"level": "L2"}, "level", "L0 | L1 | mix"),
+    ({"level": 0}, "level", "0 is not one of"),
+    ({"step": [1]}, "step", "global_profiler.steps"),
+    ({"rank": [0]}, "rank", "profiler.ranks"),
+    ({"dump_path": "./dump"}, "dump_path", "global_profiler.save_path"),
+    ({"load": {"path": "."}}, "load", "leaves what the run computes"),
+    ({"dump_enable": False}, "dump_enable", "say when captures begin"),
+    ({"statistics": ["x"]}, "statistics", "no JSON object"),
+    ({"statistics": {"lst": []}}, "statistics.lst", "Did you mean 'list'?"),
+]
+
+
+@pytest.mark.parametrize("backend", ["native", "msprobe"])
+@pytest.mark.parametrize(("content", "key", "words"), IN_THE_FILE)
+def test_what_is_wrong_with_the_json_file(backend, content, key, words):
+    [error] = msprobe_json.mistakes("f.json", content, PrecisionDebuggerConfig(backend))
+    assert error.field == f"f.json, {key}" and words in str(error)
+
+
+@pytest.mark.parametrize("backend", ["native", "msprobe"])
+@pytest.mark.parametrize("content", [FULL, STATISTICS, {}, {"statistics": None}, {"level": "mix", "statistics": {"list": []}}])
+def test_a_good_json_file(backend, content):
+    assert not [*msprobe_json.mistakes("f.json", content, PrecisionDebuggerConfig(backend))]
+
+
+@pytest.mark.parametrize(("content", "words"), [("{", "not valid JSON"), ("[]", "no JSON object"), (b"\xff", "not valid")])
+def test_what_is_no_json_file(written, content, words):
+    error = error_of(*ON, written(content))
+    assert error.field == f"{SECTION}.config_path" and words in str(error)
+
+
+def test_several_mistakes_in_the_file_are_said_together(written, tmp_path):
+    error = error_of(*ON, written({"step": [1], "rank": [0]}))
+    assert "2 mistakes" in str(error) and f"{tmp_path / 'msprobe.json'}, rank: [0] is not for" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"task": "tensor"}, "task"),
+        ({"extra_info": False}, "extra_info"),
+        ({"async_dump": True}, "async_dump"),
+        ({"risk_level": "CORE"}, "risk_level"),
+        ({"statistics": {"list": ["linear"]}}, "statistics.list"),
+        ({"statistics": {"scope": ["Module.x"]}}, "statistics.scope"),
+        ({"statistics": {"data_mode": ["forward"]}}, "statistics.data_mode"),
+        ({"statistics": {"summary_mode": "md5"}}, "statistics.summary_mode"),
+        ({"statistics": {"tensor_list": ["linear"]}}, "statistics.tensor_list"),
+    ],
+)
+def test_native_refuses_what_it_does_not_do_and_msprobe_is_asked_itself(content, key):
+    [error] = msprobe_json.mistakes("f.json", content, PrecisionDebuggerConfig())
+    assert error.field == f"f.json, {key}" and "backend: msprobe" in error.remedy
+    assert not [*msprobe_json.mistakes("f.json", content, PrecisionDebuggerConfig("msprobe"))]
+
+
+@pytest.mark.parametrize("backend", ["native", "msprobe"])
+def test_the_level_comes_from_the_file_or_from_the_key_which_must_not_differ(written, backend):
+    overrides = [*ON, f"{SECTION}.backend={backend}", written({**FULL, "level": "mix"})]
+    loaded = load(*overrides)
+    assert settings(loaded).level == "mix" and f"{SECTION}.level: mix, from " in "\n".join(loaded.notices)
+    assert settings(load(*overrides, f"{SECTION}.level=mix")).level == "mix"
+    error = error_of(*overrides, f"{SECTION}.level=L0")
+    assert error.field == f"{SECTION}.level" and "is L0" in error.reason and "level mix" in error.reason
+    assert settings(load(*overrides[:-1], written({"task": "statistics"}), f"{SECTION}.level=L1")).level == "L1"
+
+
+def test_a_loaded_config_loads_again(written, tmp_path):
+    loaded = load(*ON, written(FULL))
+    (tmp_path / "again.yaml").write_text(loaded.yaml)
+    assert load_config(tmp_path / "again.yaml", []).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("global_profiler.steps=null", f"these wait: {SECTION}.backend"),
+        (f"{ACTOR}.ranks=[]", "COLLECTS NOTHING"),
+        ("global_profiler.tool=torch", f"without effect: {SECTION}.backend"),
+    ],
+)
+def test_the_rules_rest_where_nothing_is_captured_with_the_tool(override, words):
+    said = notices(*ON, f"{SECTION}.backend=msprobe", f"{SECTION}.config_path=no/such.json", override)
+    assert all(word in said for word in words.split(": "))
+
+
+NOTHING = [
+    ([f"{SECTION}.stages=[compute_values]"], ["COLLECTS NOTHING: ", "compute_values does not come", "has no critic"]),
+    (
+        [f"{SECTION}.stages=[actor_update,critic_update,compute_rm_score]"],
+        ["stages: critic_update does not come", "stages: compute_rm_score does not come: reward_model.enable is false"],
+    ),
+    (
+        [f"{SECTION}.stages=[actor_update,rollout_generate]", f"{ROLLOUT}.enable=false"],
+        [f"rollout_generate is not captured: {ROLLOUT} does not ask for it"],
+    ),
+    (
+        [*CRITIC, f"{SECTION}.stages=[actor_update]"],
+        ["COLLECTS NOTHING of critic.profiler", "none of compute_values, critic_update"],
+    ),
+    (
+        [
+            *(*CRITIC, "critic.profiler.tool=torch", "critic.profiler.tool_config.torch.discrete=true"),
+            f"{SECTION}.stages=[actor_update,critic_update]",
+        ],
+        ["critic_update is not captured: critic.profiler.tool is torch"],
+    ),
+    (
+        ["actor_rollout_ref.actor.ppo_mini_batch_size=8", f"{SECTION}.stages=[actor_compute_log_prob,actor_update]"],
+        ["actor_compute_log_prob does not come: with one mini-batch"],
+    ),
+    (
+        [f"{SECTION}.stages=[actor_update]", f"{ACTOR}.schedule.stages=[actor_update,ref_compute_log_prob]"],
+        ["schedule.stages: ref_compute_log_prob is not captured", "leaves it out"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), NOTHING)
+def test_what_collects_nothing_is_said_before_the_run(overrides, words):
+    said = notices(*ON, *overrides)
+    for word in words:
+        assert word in said
+
+
+def test_a_rollout_of_its_own_is_not_msprobes(written):
+    rollout = [f"{ACTOR}.enable=false", f"{ROLLOUT}.enable=true", f"{ROLLOUT}.ranks=[0]", written(STATISTICS)]
+    assert "COLLECTS NOTHING" in notices(*ON, *rollout, f"{SECTION}.backend=msprobe")
+    assert "COLLECTS NOTHING" not in notices(*ON, *rollout)
+
+
+def test_a_window_inside_a_stage():
+    block = load(*ON, f"{ACTOR}.schedule={{stages: [actor_update], skip_first: 3}}").config.profilers["actor"]
+    assert block.discrete and block.schedule.skip_first == 3
+
+
+VERL_UNUSED = """
+global_profiler:
+  tool: null
+  global_tool_config:
+    precision_debugger:
+      _target_: verl.utils.profiler.config.PrecisionDebuggerToolConfig
+      enable: False
+      config_path: null
+      data_dir: outputs/profile/precision_debug
+      steps: null
+      stages: null
+      strict: False
+"""
+VERL_LINKS = """
+global_profiler:
+  tool: precision_debugger
+  steps: [1, 2]
+  global_tool_config:
+    precision_debugger:
+      _target_: verl.utils.profiler.config.PrecisionDebuggerToolConfig
+      config_path: null
+      steps: null
+      stages: [actor_update, actor_compute_log_prob]
+      strict: False
+actor_rollout_ref:
+  actor:
+    profiler:
+      enable: True
+      all_ranks: True
+      tool_config:
+        precision_debugger:
+          _target_: verl.utils.profiler.config.PrecisionDebuggerToolConfig
+          config_path: ${oc.select:global_profiler.global_tool_config.precision_debugger.config_path,null}
+          steps: null
+          stages: ${oc.select:global_profiler.global_tool_config.precision_debugger.stages,null}
+          strict: ${oc.select:global_profiler.global_tool_config.precision_debugger.strict,False}
+  ref:
+    profiler:
+      tool_config:
+        precision_debugger: ${oc.select:global_profiler.global_tool_config.precision_debugger,null}
+"""
+VERL_ON = """
+global_profiler:
+  tool: precision_debugger
+  steps: [1, 2, 5]
+  save_path: "outputs/profile" # optional, not used by msprobe
+  global_tool_config:
+    precision_debugger:
+      _target_: verl.utils.profiler.config.PrecisionDebuggerToolConfig
+      enable: True
+      config_path: /path/to/config.json
+      data_dir: outputs/precision_debug
+      steps: [1, 2, 5]
+      stages: [actor_update, actor_compute_log_prob]
+      strict: False
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        (tmp_path / "recipe.yaml").write_text(text)
+        return tmp_path / "recipe.yaml"
+
+    return write
+
+
+def test_verls_block_with_everything_off_changes_nothing(recipe):
+    loaded = load(source=recipe(VERL_UNUSED))
+    assert loaded.config == load().config
+    assert f"dropped: {SECTION}.enable, {SECTION}.data_dir, {SECTION}.steps" in "\n".join(loaded.notices)
+
+
+def test_verls_copies_of_the_block_in_each_role_are_dropped(recipe):
+    loaded = load(source=recipe(VERL_LINKS))
+    assert settings(loaded).stages == ["actor_update", "actor_compute_log_prob"]
+    for role in (ACTOR, REF):
+        assert f"{role}.tool_config.precision_debugger" in "\n".join(loaded.notices)
+
+
+def test_verls_own_example_gets_an_answer_to_each_key(recipe):
+    error = error_of(source=recipe(VERL_ON))
+    assert "3 mistakes" in str(error)
+    for key, remedy in (("enable", "global_profiler.tool"), ("data_dir", "save_path"), ("steps", "global_profiler.steps")):
+        assert any(f"{SECTION}.{key}: " in line and remedy in line for line in str(error).splitlines())
+
+
+def test_the_example_without_those_keys_runs(recipe, written):
+    tree = yaml.safe_load(VERL_ON)
+    block = tree["global_profiler"]["global_tool_config"]["precision_debugger"]
+    for key in ("enable", "data_dir", "steps", "config_path"):
+        del block[key]
+    loaded = load(f"{ACTOR}.enable=true", f"{ACTOR}.ranks=[0]", written(FULL), source=recipe(yaml.safe_dump(tree)))
+    assert settings(loaded).level == "L0" and settings(loaded).backend == "native"
+
+
+def test_the_sentinel_is_off_by_default():
+    assert not load().config.trainer.nan_sentinel
+    assert load("trainer.nan_sentinel=true").config.trainer.nan_sentinel
