@@ -114,15 +114,14 @@ def _written(node: Any) -> Any:
 
 
 def _written_tensor(stats: TensorStats) -> dict[str, Any]:
-    low, high, mean, norm = stats.min, stats.max, stats.mean, stats.norm
     leaf: dict[str, Any] = {"type": "torch.Tensor", "dtype": stats.dtype, "shape": stats.shape}
-    if 0 in stats.shape:
-        leaf |= {"Max": None, "Min": None, "Mean": None, "Norm": None}
-    elif stats.dtype.startswith(_WHOLE_NUMBERS):
-        whole = bool if stats.dtype == "torch.bool" else int
-        leaf |= {"Max": whole(high), "Min": whole(low), "Mean": mean, "Norm": norm}
-    else:
-        leaf |= {"Max": high, "Min": low, "Mean": mean, "Norm": norm}
+    leaf |= {"Max": stats.max, "Min": stats.min, "Mean": stats.mean, "Norm": stats.norm}
+    whole = stats.dtype.startswith(_WHOLE_NUMBERS)
+    if whole or 0 in stats.shape:  # NaN is a value only of floats
+        leaf |= {name: None for name in ("Max", "Min", "Mean", "Norm") if math.isnan(leaf[name])}
+    if whole:
+        kind = bool if stats.dtype == "torch.bool" else int
+        leaf |= {name: kind(leaf[name]) for name in ("Max", "Min") if leaf[name] is not None}
     leaf["requires_grad"] = stats.requires_grad
     counted = stats.checksum is not None  # of a tensor with a checksum, counts of 0 go without saying
     counts = (stats.num_nan, stats.num_inf, stats.num_zero, stats.num_subnormal)
