@@ -47,6 +47,7 @@ from pellucid.training.protocol import (
     TokenScores,
     UpdateResult,
 )
+from pellucid.training.watch import WEIGHTS, NanWatch
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from pellucid.training.sharding import Sharding
@@ -79,11 +80,13 @@ class FsdpEngine:
         without_adapters: bool = False,
         balance_ranks: bool = True,
         probe: Probe = NO_PROBE,
+        nan_sentinel: bool = False,
     ) -> None:
         """Take over `model`, which `sharding` has wrapped if there is more than one rank.
 
         `without_adapters` runs it as it was before LoRA changed it (the reference policy). `balance_ranks` gives ranks
         about as many tokens each, instead of as many sequences in batch order. `probe` hears of micro- and mini-batches.
+        `nan_sentinel` watches every pass for NaN and Inf, and finds out where they began.
         """
         self.model, self.optimizer, self.micro_batching, self.device, self.dtype = (
             model,
@@ -103,6 +106,7 @@ class FsdpEngine:
             self._num_parameters, self._num_trainable = sharding.num_parameters, sharding.num_trainable
             if optimizer is not None:
                 optimizer.sharding = sharding
+        self._watch = NanWatch(self) if nan_sentinel else None
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -113,6 +117,11 @@ class FsdpEngine:
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:
         """See `TrainingEngine.forward`."""
+        if self._watch is None:
+            return self._forward(sequences, head, on_done)
+        return self._watch.forward(sequences, head, on_done, lambda: self._forward(sequences, head, on_done))
+
+    def _forward(self, sequences: list[TokenSequence], head: TokenHead, on_done: Progress | None) -> TokenScores:
         results = _Results(sequences, self.device)
         self.model.eval()
         with torch.no_grad():
@@ -139,7 +148,11 @@ class FsdpEngine:
     ) -> UpdateResult:
         """See `TrainingEngine.train_mini_batch`."""
         with self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):
-            return self._train_mini_batch(sequences, head, loss, on_done)
+            if self._watch is None:
+                return self._train_mini_batch(sequences, head, loss, on_done)
+            return self._watch.train_mini_batch(
+                sequences, head, loss, on_done, lambda: self._train_mini_batch(sequences, head, loss, on_done)
+            )
 
     def _train_mini_batch(
         self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, on_done: Progress | None
@@ -174,13 +187,15 @@ class FsdpEngine:
         if self.sharding is not None:
             total_loss = self._agree(total_loss, failure)
             results.add_up(self.sharding)
+        if self._watch is not None:
+            self._watch.check_mini_batch()
         grad_norm = self.optimizer.clip()
         if not math.isfinite(grad_norm):
             raise NonFiniteError("grad_norm", grad_norm, list(range(len(sequences))))
         lr = self.optimizer.step()
         weight_norm = self.optimizer.weight_norm()
         if not math.isfinite(weight_norm):
-            raise NonFiniteError("norm of the updated weights", weight_norm, list(range(len(sequences))))
+            raise NonFiniteError(WEIGHTS, weight_norm, list(range(len(sequences))))
         # Forward and the gradient of activations go through every weight, the gradient of weights only to trained ones.
         self.flops += (4.0 * self._num_parameters + 2.0 * self._num_trainable) * results.scores.num_input_tokens
         self.version += 1

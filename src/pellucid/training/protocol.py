@@ -6,11 +6,12 @@ A role hands over sequences, a *head* that says what is computed per response to
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pellucid.precision.finding import Finding
 from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.packing import ModelInput, TokenSequence
 
@@ -21,12 +22,42 @@ Progress = Callable[[int], None]
 class NonFiniteError(RuntimeError):
     """NaN or Inf in a loss, gradient, weight or logit: which quantity, and the rows of the batch it was found in."""
 
-    def __init__(self, quantity: str, value: float, rows: list[int]) -> None:
-        super().__init__(f"{quantity} is {value} at samples {rows[:8]}{'…' if len(rows) > 8 else ''}")
-        self.quantity, self.value, self.rows = quantity, value, rows
+    def __init__(
+        self,
+        quantity: str,
+        value: float,
+        rows: list[int],
+        finding: Finding | None = None,
+        mini_batch: "MiniBatch | None" = None,
+    ) -> None:
+        """Take what is known of it.
 
-    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[str, float, list[int]]]:
-        return NonFiniteError, (self.quantity, self.value, self.rows)
+        Args:
+            quantity: what is not finite.
+            value: it.
+            rows: of the batch, or of the mini-batch until a role counts them in the batch.
+            finding: where it began, from the NaN sentinel.
+            mini_batch: which rows were trained on.
+        """
+        super().__init__(quantity, value, rows)
+        self.quantity, self.value, self.rows, self.finding, self.mini_batch = quantity, value, rows, finding, mini_batch
+
+    def __str__(self) -> str:
+        at = f" at samples {self.rows[:8]}{'…' if len(self.rows) > 8 else ''}" if self.rows else ""
+        found = "" if self.finding is None else f". {self.finding.sentence().removesuffix('.')}"
+        return f"{self.quantity} is {self.value}{at}{found}"
+
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[Any, ...]]:
+        return NonFiniteError, (self.quantity, self.value, self.rows, self.finding, self.mini_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One optimizer step's part of a batch."""
+
+    rows: list[int]
+    number: int
+    """How many of the update came before it."""
 
 
 @dataclass(slots=True)
