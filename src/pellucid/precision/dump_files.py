@@ -123,9 +123,9 @@ def _written_tensor(stats: TensorStats) -> dict[str, Any]:
         kind = bool if stats.dtype == "torch.bool" else int
         leaf |= {name: kind(leaf[name]) for name in ("Max", "Min") if leaf[name] is not None}
     leaf["requires_grad"] = stats.requires_grad
-    counted = stats.checksum is not None  # of a tensor with a checksum, counts of 0 go without saying
+    unsaid = None if stats.checksum is None else 0  # where elements are counted, most counts are 0
     counts = (stats.num_nan, stats.num_inf, stats.num_zero, stats.num_subnormal)
-    leaf |= {name: count for name, count in zip(_COUNTS, counts) if count or (count is not None and not counted)}
+    leaf |= {name: count for name, count in zip(_COUNTS, counts) if count != unsaid}
     if stats.checksum is not None:
         leaf["checksum"] = stats.checksum
     if stats.shard is not None:
@@ -244,7 +244,7 @@ def _read_node(node: Any) -> Any:
 def _read_tensor(leaf: dict[str, Any]) -> TensorStats:
     # An exclusive or of all words (`0x...`) is the same in any order: no checksum.
     checksum = leaf.get("checksum") or (None if str(leaf.get("md5")).startswith("0x") else leaf.get("md5"))
-    uncounted = 0 if "checksum" in leaf else None
+    unsaid = 0 if "checksum" in leaf else None
     shard = leaf.get("shard")
     return TensorStats(
         dtype=leaf["dtype"],
@@ -253,10 +253,10 @@ def _read_tensor(leaf: dict[str, Any]) -> TensorStats:
         max=_number(leaf.get("Max")),
         mean=_number(leaf.get("Mean")),
         norm=_number(leaf.get("Norm")),
-        num_nan=leaf.get("num_nan", uncounted),
-        num_inf=leaf.get("num_inf", uncounted),
-        num_zero=leaf.get("num_zero", uncounted),
-        num_subnormal=leaf.get("num_subnormal", uncounted),
+        num_nan=leaf.get("num_nan", unsaid),
+        num_inf=leaf.get("num_inf", unsaid),
+        num_zero=leaf.get("num_zero", unsaid),
+        num_subnormal=leaf.get("num_subnormal", unsaid),
         checksum=checksum,
         requires_grad=leaf.get("requires_grad", False),
         shard=None if shard is None else (shard[0], shard[1]),
