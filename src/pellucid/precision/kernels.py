@@ -39,13 +39,13 @@ def _block_checksum(raw, block):
     words = raw[: len(raw) // 8 * 8].view(np.uint64)
     total = np.uint64(0)
     for i in range(len(words)):
-        # Folding the upper half in lets a flipped sign bit reach half of the sum's bits, not its last alone.
-        total += (words[i] ^ (words[i] >> np.uint64(32))) * WEIGHTS[i]
+        # A product carries changes upwards only: without their copies lower down, flipped signs would reach but the last bit.
+        total += (words[i] ^ (words[i] >> np.uint64(31))) * WEIGHTS[i]
     if len(raw) % 8:
         word = np.uint64(0)
         for i in range(len(raw) % 8):
             word |= np.uint64(raw[8 * len(words) + i]) << np.uint64(8 * i)
-        total += (word ^ (word >> np.uint64(32))) * WEIGHTS[len(words)]
+        total += (word ^ (word >> np.uint64(31))) * WEIGHTS[len(words)]
     total += _GOLDEN * np.uint64(block + 1)
     total = (total ^ (total >> np.uint64(30))) * _MIX_1
     total = (total ^ (total >> np.uint64(27))) * _MIX_2
@@ -120,22 +120,6 @@ def _widen(bits, infinity, values):
 
 
 @njit(nogil=True, cache=True)
-def _float_of_key(key, infinity, bits):
-    """Return the value of a key of `_extreme_keys`; `bits` is looked at for its dtype alone."""
-    as_bits, shift = bits.dtype.type, 8 * bits.itemsize - 1
-    pattern = np.empty(1, bits.dtype)
-    pattern[0] = as_bits(key ^ ((key >> shift) & ((1 << shift) - 1)))
-    if bits.itemsize == 8:
-        return pattern.view(np.float64)[0]
-    narrow = np.empty(1, np.float32)
-    if bits.itemsize == 4:
-        narrow.view(np.int32)[0] = pattern[0]
-    else:
-        _widen(pattern, infinity, narrow)
-    return np.float64(narrow[0])
-
-
-@njit(nogil=True, cache=True)
 def _add_sums(values, bits, infinity, any_bad, first, spans, span, sums, span_sums, span_bad):
     """Add Σx and Σx² of a block to `sums` [2] and to those of the spans that it meets, `span_sums` [S, 2].
 
@@ -165,21 +149,23 @@ def _add_sums(values, bits, infinity, any_bad, first, spans, span, sums, span_su
 
 
 @njit(nogil=True, cache=True)
-def measure_floats(bits, values, infinity, smallest_normal, spans, chunks, floats, counts, row, span_sums, span_bad):
+def measure_floats(bits, values, scratch, infinity, smallest_normal, spans, chunks, sums, counts, row, span_sums, span_bad):
     """Measure chunks `chunks[0]` up to `chunks[1]` of a tensor of floats, chunk c into row `row` + c.
 
-    `bits` [n] are the stored elements as int16, int32 or int64; `values` [n] the same as float32 or float64, but of 16-bit floats
-    [4096] float32 to work in; `infinity` and `smallest_normal` bit patterns; `spans` int64[S, 2] first and last + 1 element of
-    each span, in order, none over another. Written are `floats` float64[R, 4] minimum, maximum, Σx, Σx²; `counts` int64[R, 5]
-    NaN, Inf, zero, subnormal, checksum. Added to, at c, are `span_sums` float64[C, S, 2] Σx, Σx² and `span_bad` int64[C, S].
+    `bits` [n] are the stored elements as int16, int32 or int64; `values` [n] the same as float32 or float64; `scratch` None, or
+    float32[4096] to widen 16-bit floats into, which `values` then is too; `infinity` and `smallest_normal` bit patterns; `spans`
+    int64[S, 2] first and last + 1 element of each span, in order, none over another. Written are `sums` float64[R, 2] Σx, Σx² and
+    `counts` int64[R, 7] the keys of minimum and maximum, NaN, Inf, zero, subnormal, checksum. Added to, at c, are `span_sums`
+    float64[C, S, 2] Σx, Σx² and `span_bad` int64[C, S].
     """
     size, per_chunk = BLOCK_BYTES // bits.itemsize, CHUNK_BYTES // bits.itemsize
     raw = bits.view(np.uint8)
-    sums = np.empty(2)
     for chunk in range(chunks[0], chunks[1]):
         low, high, _ = _extreme_keys(bits[:0])
         checksum, nans, infs, zeros, subnormals = np.uint64(0), 0, 0, 0, 0
-        sums[0], sums[1], span = 0.0, 0.0, 0
+        span = np.int64(0)
+        chunk_sums = sums[row + chunk]
+        chunk_sums[0] = chunk_sums[1] = 0.0
         for first in range(chunk * per_chunk, min((chunk + 1) * per_chunk, len(bits)), size):
             part = bits[first : first + size]
             checksum += _block_checksum(raw[first * bits.itemsize : (first + size) * bits.itemsize], first // size)
@@ -192,18 +178,15 @@ def measure_floats(bits, values, infinity, smallest_normal, spans, chunks, float
             if any_bad:
                 bad = _count_bad(part, infinity)
                 nans, infs = nans + bad[0], infs + bad[1]
-            if bits.itemsize == 2:
-                _widen(part, infinity, values)
-                block_values = values[: len(part)]
-            else:
+            if scratch is None:
                 block_values = values[first : first + size]
-            span = _add_sums(block_values, part, infinity, any_bad, first, spans, span, sums, span_sums[chunk], span_bad[chunk])
-        floats[row + chunk, 0] = _float_of_key(low, infinity, bits)
-        floats[row + chunk, 1] = _float_of_key(high, infinity, bits)
-        floats[row + chunk, 2], floats[row + chunk, 3] = sums[0], sums[1]
-        counts[row + chunk, 0], counts[row + chunk, 1] = nans, infs
-        counts[row + chunk, 2], counts[row + chunk, 3] = zeros, subnormals
-        counts[row + chunk, 4] = np.int64(checksum)
+            else:
+                _widen(part, infinity, scratch)
+                block_values = scratch[: len(part)]
+            span = _add_sums(block_values, part, infinity, any_bad, first, spans, span, chunk_sums, span_sums[chunk], span_bad[chunk])
+        found = counts[row + chunk]
+        found[0], found[1], found[2], found[3], found[4], found[5] = low, high, nans, infs, zeros, subnormals
+        found[6] = np.int64(checksum)
 
 
 @njit(nogil=True, cache=True)
@@ -218,26 +201,25 @@ def _integer_extremes(values):
 
 
 @njit(nogil=True, cache=True)
-def measure_integers(raw, values, spans, chunks, floats, counts, row, span_sums, span_bad):
+def measure_integers(raw, values, spans, chunks, sums, counts, row, span_sums, span_bad):
     """Measure chunks of a tensor of integers: `raw` uint8 are its bytes, `values` [n] uint8 or int64 what they say.
 
-    The other arguments are those of `measure_floats`.
+    The other arguments are those of `measure_floats`; an integer is its own key.
     """
     width = len(raw) // len(values)
     size, per_chunk = BLOCK_BYTES // width, CHUNK_BYTES // width
-    sums = np.empty(2)
     for chunk in range(chunks[0], chunks[1]):
         low, high = values[chunk * per_chunk], values[chunk * per_chunk]
         checksum, zeros = np.uint64(0), 0
-        sums[0], sums[1], span = 0.0, 0.0, 0
+        span, none_bad = np.int64(0), np.bool_(False)
+        chunk_sums = sums[row + chunk]
+        chunk_sums[0] = chunk_sums[1] = 0.0
         for first in range(chunk * per_chunk, min((chunk + 1) * per_chunk, len(values)), size):
             part = values[first : first + size]
             checksum += _block_checksum(raw[first * width : (first + size) * width], first // size)
             block_low, block_high, block_zeros = _integer_extremes(part)
             low, high, zeros = min(low, block_low), max(high, block_high), zeros + block_zeros
-            span = _add_sums(part, part, 0, False, first, spans, span, sums, span_sums[chunk], span_bad[chunk])
-        floats[row + chunk, 0], floats[row + chunk, 1] = low, high
-        floats[row + chunk, 2], floats[row + chunk, 3] = sums[0], sums[1]
-        counts[row + chunk, 0], counts[row + chunk, 1] = 0, 0
-        counts[row + chunk, 2], counts[row + chunk, 3] = zeros, 0
-        counts[row + chunk, 4] = np.int64(checksum)
+            span = _add_sums(part, part, 0, none_bad, first, spans, span, chunk_sums, span_sums[chunk], span_bad[chunk])
+        found = counts[row + chunk]
+        found[0], found[1], found[2], found[3], found[4], found[5] = low, high, 0, 0, zeros, 0
+        found[6] = np.int64(checksum)

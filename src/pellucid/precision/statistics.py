@@ -117,7 +117,7 @@ class Measurer:
     """Measures the tensors of one capture on one device, for the thread that made it.
 
     The checksum of a tensor's bytes, as little-endian 64-bit words w padded with zeros: each block of 1024 words adds
-    mix(Σ (w ^ w >> 32) * weight[i] + golden * (block + 1)), mix being SplitMix64's and the weights odd, all modulo 2^64;
+    mix(Σ (w ^ w >> 31) * weight[i] + golden * (block + 1)), mix being SplitMix64's and the weights odd, all modulo 2^64;
     the number of bytes is added last. It tells order, and any change within one word for certain.
 
     Args:
@@ -136,7 +136,7 @@ class Measurer:
             raise ValueError(f"the numba kernel reads memory of the CPU, not of {device}")
         self.kernel: Kernel = kernel
         self._num_elements: list[int] = []
-        self._num_bytes: list[int] = []
+        self._dtypes: list[torch.dtype] = []
         self._span_rows: list[int] = []
         self._backend = _CpuBackend() if kernel == "numba" else _TorchBackend(device)
 
@@ -169,7 +169,7 @@ class Measurer:
         elif spans is not None:
             self._backend.add_empty_spans(len(spans))
         self._num_elements.append(num_elements)
-        self._num_bytes.append(num_elements * flat.element_size())
+        self._dtypes.append(flat.dtype)
         if spans is not None:
             self._span_rows.append(row)
         return row
@@ -182,24 +182,38 @@ class Measurer:
 
     def fetch(self) -> Rows:
         """Return the statistics of all tensors measured so far."""
-        num_rows = len(self._num_elements)
-        floats, counts, span_sizes, span_sums, span_bad = self._backend.fetch(num_rows)
-        elements, sizes = np.array(self._num_elements, dtype=np.int64), np.array(self._num_bytes, dtype=np.uint64)
-        floats[(counts[:, 0] > 0) | (elements == 0)] = np.nan
+        found = self._backend.fetch(self._dtypes)
+        elements = np.array(self._num_elements, dtype=np.int64)
+        num_bytes = elements * np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
+        counts = found.counts
+        unknown = np.where((counts[:, 0] > 0) | (elements == 0), np.nan, 0.0)
         return Rows(
-            min=floats[:, 0] + 0.0, max=floats[:, 1] + 0.0,
-            mean=floats[:, 2] / np.maximum(elements, 1), norm=np.sqrt(floats[:, 3]),
+            min=found.extremes[:, 0] + unknown, max=found.extremes[:, 1] + unknown,
+            mean=found.sums[:, 0] / np.maximum(elements, 1) + unknown, norm=np.sqrt(found.sums[:, 1]) + unknown,
             num_nan=counts[:, 0], num_inf=counts[:, 1], num_zero=counts[:, 2], num_subnormal=counts[:, 3],
-            checksum=counts[:, 4].view(np.uint64) + sizes,
+            checksum=(counts[:, 4] + num_bytes).view(np.uint64),
             span_rows=np.array(self._span_rows, dtype=np.int64),
-            first=np.concatenate(([0], np.cumsum(span_sizes))).astype(np.int64),
-            sum=span_sums[:, 0], square_sum=span_sums[:, 1], num_bad=span_bad,
+            first=np.cumsum([0, *found.num_spans], dtype=np.int64),
+            sum=found.span_sums[:, 0], square_sum=found.span_sums[:, 1], num_bad=found.span_bad,
         )  # fmt: skip
 
 
-Fetched = tuple[np.ndarray, np.ndarray, list[int], np.ndarray, np.ndarray]
-"""float64[R, 4] minimum, maximum, Σx, Σx²; int64[R, 5] NaN, Inf, zero, subnormal, checksum without the length; then, of the
-rows with spans, the number of spans of each, and of all of them float64[·, 2] Σx, Σx² and int64[·] NaN + Inf."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a backend has of R rows."""
+
+    extremes: np.ndarray
+    """float64[R, 2] minimum, maximum."""
+    sums: np.ndarray
+    """float64[R, 2] Σx, Σx²."""
+    counts: np.ndarray
+    """int64[R, 5] NaN, Inf, zero, subnormal, checksum without the length."""
+    num_spans: list[int]
+    """Of each row that has spans."""
+    span_sums: np.ndarray
+    """float64[all spans, 2] Σx, Σx²."""
+    span_bad: np.ndarray
+    """int64[all spans] NaN + Inf."""
 
 
 class _CpuBackend:
@@ -209,27 +223,28 @@ class _CpuBackend:
 
     def __init__(self) -> None:
         self._kernels = _import_kernels()
-        self._floats, self._counts = np.empty((1024, 4)), np.empty((1024, 5), dtype=np.int64)
+        self._sums, self._counts = np.zeros((1024, 2)), np.zeros((1024, 7), dtype=np.int64)
         self._span_sums: list[np.ndarray] = []
         self._span_bad: list[np.ndarray] = []
         self._pool: ThreadPoolExecutor | None = None
         self._scratch = np.empty(_BLOCK_BYTES // 2, dtype=np.float32)
 
     def reserve(self, num_rows: int) -> None:
-        if num_rows > len(self._floats):
-            self._floats = np.concatenate((self._floats, np.empty_like(self._floats)))
-            self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
+        if num_rows > len(self._sums):
+            self._sums = np.concatenate((self._sums, np.zeros_like(self._sums)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
 
     def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
         num_chunks = -(-flat.numel() * flat.element_size() // _CHUNK_BYTES)
         span_sums, span_bad = np.zeros((num_chunks, len(bounds), 2)), np.zeros((num_chunks, len(bounds)), dtype=np.int64)
         if num_chunks == 1:
-            self._run(flat, bounds, (0, 1), self._floats, self._counts, row, span_sums, span_bad, self._scratch)
+            self._run(flat, bounds, (0, 1), self._sums, self._counts, row, span_sums, span_bad, self._scratch)
         else:
-            floats, counts = np.empty((num_chunks, 4)), np.empty((num_chunks, 5), dtype=np.int64)
-            self._run_threads(flat, bounds, num_chunks, floats, counts, span_sums, span_bad)
-            self._floats[row] = floats[:, 0].min(), floats[:, 1].max(), floats[:, 2].sum(), floats[:, 3].sum()
+            sums, counts = np.empty((num_chunks, 2)), np.empty((num_chunks, 7), dtype=np.int64)
+            self._run_threads(flat, bounds, num_chunks, sums, counts, span_sums, span_bad)
+            self._sums[row] = sums.sum(0)
             self._counts[row] = counts.sum(0)
+            self._counts[row, :2] = counts[:, 0].min(), counts[:, 1].max()
         if spans is not None:
             self._span_sums.append(span_sums.sum(0))
             self._span_bad.append(span_bad.sum(0))
@@ -238,12 +253,15 @@ class _CpuBackend:
         self._span_sums.append(np.zeros((num_spans, 2)))
         self._span_bad.append(np.zeros(num_spans, dtype=np.int64))
 
-    def fetch(self, num_rows: int) -> Fetched:
-        sums = np.concatenate([np.zeros((0, 2)), *self._span_sums])
-        bad = np.concatenate([np.zeros(0, dtype=np.int64), *self._span_bad])
-        return self._floats[:num_rows].copy(), self._counts[:num_rows].copy(), [len(each) for each in self._span_bad], sums, bad
+    def fetch(self, dtypes: list[torch.dtype]) -> _Found:
+        counts = self._counts[: len(dtypes)]
+        return _Found(
+            _values_of_keys(counts[:, :2], dtypes), self._sums[: len(dtypes)].copy(), counts[:, 2:].copy(),
+            [len(each) for each in self._span_bad], np.concatenate([np.zeros((0, 2)), *self._span_sums]),
+            np.concatenate([np.zeros(0, dtype=np.int64), *self._span_bad]),
+        )  # fmt: skip
 
-    def _run_threads(self, flat: Tensor, bounds: np.ndarray, num_chunks: int, floats, counts, span_sums, span_bad) -> None:
+    def _run_threads(self, flat: Tensor, bounds: np.ndarray, num_chunks: int, sums, counts, span_sums, span_bad) -> None:
         """Measure all chunks, this thread taking the first share of them."""
         num_threads = min(torch.get_num_threads(), num_chunks)
         edges = [num_chunks * share // num_threads for share in range(num_threads + 1)]
@@ -254,25 +272,40 @@ class _CpuBackend:
         for share in shares:
             scratch = np.empty_like(self._scratch)
             assert self._pool is not None
-            others.append(self._pool.submit(self._run, flat, bounds, share, floats, counts, 0, span_sums, span_bad, scratch))
-        self._run(flat, bounds, mine, floats, counts, 0, span_sums, span_bad, self._scratch)
+            others.append(self._pool.submit(self._run, flat, bounds, share, sums, counts, 0, span_sums, span_bad, scratch))
+        self._run(flat, bounds, mine, sums, counts, 0, span_sums, span_bad, self._scratch)
         for other in others:
             other.result()
 
-    def _run(self, flat: Tensor, bounds, chunks: tuple[int, int], floats, counts, row: int, span_sums, span_bad, scratch) -> None:
+    def _run(self, flat: Tensor, bounds, chunks: tuple[int, int], sums, counts, row: int, span_sums, span_bad, scratch) -> None:
         if flat.dtype in _FLOATS:
             stored, as_float, fraction = _FLOATS[flat.dtype]
             bits = flat.view(stored).numpy()
-            values = scratch if flat.element_size() == 2 else bits.view(as_float)
+            narrow = flat.element_size() == 2
+            values = scratch if narrow else bits.view(as_float)
             smallest_normal = 1 << fraction
             infinity = (1 << (8 * flat.element_size() - 1)) - smallest_normal
             self._kernels.measure_floats(
-                bits, values, infinity, smallest_normal, bounds, chunks, floats, counts, row, span_sums, span_bad
-            )
+                bits, values, values if narrow else None, infinity, smallest_normal,
+                bounds, chunks, sums, counts, row, span_sums, span_bad,
+            )  # fmt: skip
         else:
             raw = flat.view(torch.uint8).numpy()
             values = raw if flat.element_size() == 1 and flat.dtype != torch.int8 else flat.long().numpy()
-            self._kernels.measure_integers(raw, values, bounds, chunks, floats, counts, row, span_sums, span_bad)
+            self._kernels.measure_integers(raw, values, bounds, chunks, sums, counts, row, span_sums, span_bad)
+
+
+def _values_of_keys(keys: np.ndarray, dtypes: list[torch.dtype]) -> np.ndarray:
+    """Return float64[R, 2] of int64[R, 2]: floats are kept as integers in the same order, integers as themselves."""
+    values = keys.astype(np.float64)
+    of_row = np.array([list(_FLOATS).index(dtype) if dtype in _FLOATS else -1 for dtype in dtypes])
+    for number, (dtype, (stored, _, _)) in enumerate(_FLOATS.items()):
+        rows = of_row == number
+        if rows.any():
+            most = (1 << (8 * dtype.itemsize - 1)) - 1
+            bits = torch.from_numpy(keys[rows] ^ ((keys[rows] >> 63) & most)).to(stored)
+            values[rows] = bits.view(dtype).double().numpy()
+    return values
 
 
 def _import_kernels() -> ModuleType:
@@ -290,17 +323,16 @@ class _TorchBackend:
         self.device = device
         # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it.
         self._sum_dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-        self._floats = torch.empty((1024, 4), dtype=self._sum_dtype, device=device)
-        self._counts = torch.empty((1024, 5), dtype=torch.int64, device=device)
+        self._floats = torch.zeros((1024, 4), dtype=self._sum_dtype, device=device)
+        self._counts = torch.zeros((1024, 5), dtype=torch.int64, device=device)
         self._span_sums: list[Tensor] = []
         self._span_bad: list[Tensor] = []
-        mix = _Mix(device)
-        self._checksum = mix.checksum
+        self._mix = _Mix(device)
 
     def reserve(self, num_rows: int) -> None:
         if num_rows > len(self._floats):
-            self._floats = torch.cat((self._floats, torch.empty_like(self._floats)))
-            self._counts = torch.cat((self._counts, torch.empty_like(self._counts)))
+            self._floats = torch.cat((self._floats, torch.zeros_like(self._floats)))
+            self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
 
     def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
         is_float = flat.dtype in _FLOATS
@@ -318,11 +350,13 @@ class _TorchBackend:
         self._span_sums.append(torch.zeros((num_spans, 2), dtype=self._sum_dtype, device=self.device))
         self._span_bad.append(torch.zeros(num_spans, dtype=torch.int64, device=self.device))
 
-    def fetch(self, num_rows: int) -> Fetched:
+    def fetch(self, dtypes: list[torch.dtype]) -> _Found:
+        floats = self._floats[: len(dtypes)].to("cpu", copy=True).double().numpy()
+        counts = self._counts[: len(dtypes)].to("cpu", copy=True).numpy()
         sums = torch.cat([torch.zeros((0, 2), dtype=self._sum_dtype, device=self.device), *self._span_sums])
         bad = torch.cat([torch.zeros(0, dtype=torch.int64, device=self.device), *self._span_bad])
-        floats, counts = self._floats[:num_rows].cpu().double().clone(), self._counts[:num_rows].cpu().clone()
-        return floats.numpy(), counts.numpy(), [len(each) for each in self._span_bad], sums.cpu().double().numpy(), bad.cpu().numpy()
+        num_spans = [len(each) for each in self._span_bad]
+        return _Found(floats[:, :2], floats[:, 2:], counts, num_spans, sums.cpu().double().numpy(), bad.cpu().numpy())
 
     def _sums(self, values: Tensor, dim: int) -> Tensor:
         """Return Σx and Σx² over `dim`, stacked behind the other dimensions."""
@@ -331,7 +365,7 @@ class _TorchBackend:
 
     def _counts_of(self, piece: Tensor, first: int, is_float: bool) -> Tensor:
         """Return int64[5] of a piece that begins at element `first`."""
-        checksum = self._checksum(piece, first * piece.element_size() // _BLOCK_BYTES)
+        checksum = self._mix.checksum(piece, first * piece.element_size() // _BLOCK_BYTES)
         if not is_float:
             nothing = torch.zeros_like(checksum)
             return torch.stack((nothing, nothing, (piece == 0).sum(), nothing, checksum))
@@ -377,7 +411,7 @@ class _Mix:
         if len(raw) % _BLOCK_BYTES:
             raw = F.pad(raw, (0, -len(raw) % _BLOCK_BYTES))
         words = raw.view(torch.int64).view(-1, _BLOCK_BYTES // 8)
-        sums = ((words ^ _shifted(words, 32)) * self._weights).sum(1)
+        sums = ((words ^ _shifted(words, 31)) * self._weights).sum(1)
         numbers = torch.arange(block + 1, block + 1 + len(sums), dtype=torch.int64, device=piece.device)
         return self._mix(sums + numbers * _signed(_GOLDEN)).sum()
 
