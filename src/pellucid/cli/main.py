@@ -14,6 +14,7 @@ from rich.text import Text
 
 import pellucid
 from pellucid.cli.config import app as config_app
+from pellucid.cli.precision import app as precision_app
 from pellucid.cli.profile import app as profile_app
 from pellucid.cli.rollouts import rollouts_command
 from pellucid.console import error_console
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(profile_app, name="profile")
+app.add_typer(precision_app, name="precision")
 
 Recipe = Annotated[
     Path, typer.Argument(help="YAML recipe, e.g. recipes/demo.yaml; `pellucid config keys` lists every key.")

@@ -1,0 +1,232 @@
+"""`pellucid precision compare|report|digest`: where captures of the precision debugger go apart, or hold NaN; nothing is started.
+
+Reads captures. Torch is imported by no command here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pellucid.console import console, progress
+from pellucid.errors import UserError, did_you_mean
+from pellucid.rundir import atomic_write
+from pellucid.stages import Stage
+
+if TYPE_CHECKING:
+    from pellucid.precision.compare import Comparison
+    from pellucid.precision.dump import DumpRef
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Find the first wrong number in what global_profiler.tool: precision_debugger captured.\n\n"
+    "Two runs: [bold]pellucid precision compare outputs/pellucid/good outputs/pellucid/bad[/bold]\n\n"
+    "One run with NaN: [bold]pellucid precision report outputs/pellucid/bad[/bold]",
+)
+
+CAPTURES = "A run, its profile folder, or the folder of a step, a stage or a rank in it."
+A = Annotated[Path, typer.Argument(help=CAPTURES)]
+Step = Annotated[int | None, typer.Option("--step", min=1, help="This step alone.")]
+StageName = Annotated[str | None, typer.Option("--stage", help="This stage alone, e.g. actor_update.")]
+Rank = Annotated[int | None, typer.Option("--rank", min=0, help="This rank alone.")]
+Rows = Annotated[int, typer.Option("--limit", min=1, help="Rows of each table.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all of it here for machines.")]
+
+
+@app.command()
+def compare(
+    a: A,
+    b: Annotated[Path | None, typer.Argument(help="What to compare with; not given with --rollout.")] = None,
+    rollout: Annotated[
+        bool, typer.Option("--rollout", help="Compare the trainer of A with its rollout engine, for the same tokens.")
+    ] = False,
+    rtol: Annotated[
+        float | None,
+        typer.Option("--rtol", min=0.0, help="Largest relative error that is none: 1e-5, with --rollout 1e-4. 0 asks for equal statistics."),
+    ] = None,
+    step: Step = None,
+    stage: StageName = None,
+    rank: Rank = None,
+    limit: Rows = 20,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a heat map here, module by step.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Name the first module at which two captures go apart, in the order of execution, and what it comes from.
+
+    Captures of the same step, stage and rank are compared. Where A and B are one step, stage or rank each, these may differ.
+
+    Two runs:
+    [bold]pellucid precision compare outputs/pellucid/good outputs/pellucid/bad --html heat.html[/bold]
+
+    One stage of them:
+    [bold]pellucid precision compare outputs/pellucid/good outputs/pellucid/bad --step 3 --stage actor_update[/bold]
+
+    Two steps of a run:
+    [bold]pellucid precision compare RUN/profile/step_3 RUN/profile/step_7[/bold]
+
+    Trainer against rollout engine, sample by sample:
+    [bold]pellucid precision compare RUN --rollout --step 1[/bold]
+
+    Status 0: equal within --rtol. 1: not. 2: nothing to compare.
+    """
+    if rollout == (b is not None):
+        raise UserError("B", "compare needs two captures, or one run and --rollout.", "See: pellucid precision compare --help")
+    if rollout:
+        result = _compare_rollout(a, rtol, step, stage, limit)
+    else:
+        assert b is not None
+        result = _compare(a, b, rtol, (step, stage, rank), limit, per_pass=html is not None)
+    from pellucid.precision.text import comparison_json, comparison_renderables
+
+    for part in comparison_renderables(result):
+        console.print(part)
+    if html is not None:
+        from pellucid.precision.heatmap import heatmap_page
+
+        _write(html, heatmap_page(result), "--html")
+    _write_json(json_file, lambda: comparison_json(result))
+    if result.found is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(a: A, step: Step = None, stage: StageName = None, rank: Rank = None, limit: Rows = 20, json_file: Json = None) -> None:
+    """Look at captures on their own: the first module with NaN or Inf, whether its inputs have them, and unusual values.
+
+    [bold]pellucid precision report outputs/pellucid/bad --step 12[/bold]
+
+    Status 0: all finite. 1: NaN or Inf. 2: nothing captured.
+    """
+    from pellucid.precision.dump_files import read_dump
+    from pellucid.precision.health import check_captures
+    from pellucid.precision.text import health_json, health_renderables
+
+    refs = _captures(a, step, stage, rank)
+    with _reading(len(refs)) as advance:
+        health = check_captures(refs, lambda ref: read_dump(ref.folder), name=str(a), limit=limit, on_capture=advance)
+    for part in health_renderables(health):
+        console.print(part)
+    _write_json(json_file, lambda: health_json(health))
+    if health.first is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def digest(a: A, b: Annotated[Path | None, typer.Argument(help="Captures that should be the same.")] = None) -> None:
+    """Print a checksum of each captured step and its stages; of two runs, the first step and stage that are not bitwise equal.
+
+    [bold]pellucid precision digest outputs/pellucid/demo[/bold]
+
+    [bold]pellucid precision digest outputs/pellucid/demo outputs/pellucid/again[/bold]
+
+    Status, with two: 0 bitwise equal in all that was captured, 1 not.
+    """
+    from pellucid.precision.digest import digest as digest_of
+    from pellucid.precision.digest import render
+
+    steps = digest_of(a)
+    if b is None:
+        return console.print(render(steps), markup=False, soft_wrap=True)
+    others = {step.step: step for step in digest_of(b)}
+    for step in steps:
+        other = others.pop(step.step, None)
+        if other is None:
+            console.print(f"step {step.step} was captured in A alone", style="red")
+            raise typer.Exit(1)
+        if step.digest != other.digest:
+            names = [name for name in {**step.stages, **other.stages} if step.stages.get(name) != other.stages.get(name)]
+            console.print(f"step {step.step} differs, first in {names[0]} (all: {', '.join(names)})", style="red")
+            console.print(f"See: pellucid precision compare {a} {b} --step {step.step}", markup=False, soft_wrap=True)
+            raise typer.Exit(1)
+    if others:
+        console.print(f"captured in B alone: step {', '.join(map(str, others))}", style="red")
+        raise typer.Exit(1)
+    console.print(f"bitwise equal: step {', '.join(str(step.step) for step in steps)}", style="green")
+
+
+def _compare(
+    a: Path, b: Path, rtol: float | None, chosen: tuple[int | None, str | None, int | None], limit: int, *, per_pass: bool
+) -> Comparison:
+    from pellucid.precision.compare import RTOL, compare_captures, match
+    from pellucid.precision.dump_files import read_dump
+
+    pairs, notes = match(_captures(a, *chosen), _captures(b, *chosen))
+    with _reading(len(pairs)) as advance:
+        return compare_captures(
+            pairs,
+            lambda ref: read_dump(ref.folder),
+            names=(str(a), str(b)),
+            rtol=RTOL if rtol is None else rtol,
+            limit=limit,
+            per_pass=per_pass and len({place.step for place, _, _ in pairs}) == 1,
+            notes=notes,
+            on_pair=advance,
+        )
+
+
+def _compare_rollout(run: Path, rtol: float | None, step: int | None, stage: str | None, limit: int) -> Comparison:
+    from pellucid.precision.by_sample import RTOL, Source, compare_by_sample, first_mini_batch, trainer_and_rollout
+    from pellucid.precision.compare import Place
+    from pellucid.precision.dump_files import read_dump
+
+    number, name, trainer, rollout = trainer_and_rollout(_captures(run, step, None, None), step, stage)
+    sources: dict[bool, list[Source]] = {False: [], True: []}
+    with _reading(len(trainer) + len(rollout)) as advance:
+        for ref in (*trainer, *rollout):
+            advance(ref)
+            is_rollout, dump = ref.stage == Stage.ROLLOUT_GENERATE, read_dump(ref.folder)
+            whose = f"rank {ref.rank}" if ref.replica is None else f"replica {ref.replica} rank {ref.rank}"
+            sources[is_rollout].append(Source(whose, dump, None if is_rollout else first_mini_batch(dump)))
+    return compare_by_sample(
+        sources[False],
+        sources[True],
+        Place(number, number, name, str(Stage.ROLLOUT_GENERATE), 0, 0, 0, None),
+        names=(f"{run}, {name}", f"{run}, {Stage.ROLLOUT_GENERATE}"),
+        rtol=RTOL if rtol is None else rtol,
+        limit=limit,
+    )
+
+
+def _captures(path: Path, step: int | None, stage: str | None, rank: int | None) -> list[DumpRef]:
+    """Return the captures below a path that the options leave."""
+    from pellucid.precision.dump_files import find_dumps
+
+    if stage is not None and stage not in list(Stage):
+        raise UserError("--stage", f"there is no stage '{stage}'.", did_you_mean(stage, list(Stage)))
+    refs = find_dumps(path)
+    for option, wanted, there in (("--step", step, [ref.step for ref in refs]), ("--stage", stage, [ref.stage for ref in refs]),
+                                  ("--rank", rank, [ref.rank for ref in refs])):  # fmt: skip
+        if wanted is not None and wanted not in there:
+            raise UserError(option, f"'{path}' has no capture of {option[2:]} {wanted}.", f"It has: {', '.join(map(str, dict.fromkeys(there)))}.")
+    return [ref for ref in refs if step in (None, ref.step) and stage in (None, ref.stage) and rank in (None, ref.rank)]
+
+
+@contextlib.contextmanager
+def _reading(num: int) -> Iterator[Callable[[object], None]]:
+    """Show a bar of the captures that are read."""
+    with progress(transient=True) as bar:
+        task = bar.add_task("reading", total=num, info="captures")
+        yield lambda _: bar.advance(task)
+
+
+def _write_json(path: Path | None, content: Callable[[], dict[str, Any]]) -> None:
+    if path is not None:
+        _write(path, json.dumps(content(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", "--json")
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        atomic_write(path, text)
+    except (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError) as error:
+        raise UserError(option, f"'{path}' cannot be written ({error.strerror}).", "Name a file in a folder of yours.") from error
+    console.print(f"{option[2:]}: {path}", markup=False, soft_wrap=True)

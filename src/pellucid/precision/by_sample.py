@@ -1,0 +1,390 @@
+"""Compares what two stages computed of the same tokens, though they cut them into other passes or spread them over other ranks.
+
+The trainer packs sequences into micro-batches, the rollout engine prefills prompts and decodes token by token: what can be compared
+is the sum over each sample's tokens, module by module. From captures with `SampleSums` to a `Comparison` like that of `compare.py`.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pellucid.errors import UserError
+from pellucid.precision.calls import FORWARD, MODULE, Calls, parse_name
+from pellucid.precision.compare import (
+    DRIFT_SHARE,
+    INPUTS,
+    OUTPUT,
+    PARAMETERS,
+    QUANTITIES,
+    Comparison,
+    Place,
+    Row,
+    Samples,
+    StageComparison,
+    round_off,
+    summarise,
+)
+from pellucid.precision.difference import SAME, SCALE_FLOOR, Difference, difference, sum_errors
+from pellucid.precision.divergence import CallErrors, Candidate, Limits, Part, describe, part_of, walk
+from pellucid.precision.dump import DumpRef, Entry, StageDump, TensorStats, leaves
+from pellucid.stages import Stage
+
+RTOL = 1e-4
+"""Packed and one by one, float32 sums differ by a few 1e-6 at the end of a model; bf16 by 1e-3."""
+_SAMPLE = re.compile(r" sample \d+$")
+
+Group = tuple[str, str]
+"""(sample, part); of a prompt, which all samples of a group share, the prompt's uid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A capture and what to call it."""
+
+    name: str
+    dump: StageDump
+    passes: int | None = None
+    """Only so many first passes: in those that follow the weights are others."""
+
+
+class _Table:
+    """Σx, Σx² and the number of NaN and Inf by tensor (row) and group (column), over all captures of one side."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.rows: dict[str, int] = {}
+        """By module and path of the leaf, without the number of the call."""
+        self.groups: dict[Group, int] = {}
+        self.positions: dict[Group, frozenset[int]] = {}
+        self.source_of: dict[Group, str] = {}
+        columns = self._assign(sources)
+        parts = [self._flatten(source, columns[number]) for number, source in enumerate(sources)]
+        shape = (len(self.rows), len(self.groups))
+        flat, sums, squares, bad = (np.concatenate(arrays) for arrays in zip(*parts))
+        self.sum, self.square_sum, self.num_bad = (
+            np.bincount(flat, weights, shape[0] * shape[1]).reshape(shape) for weights in (sums, squares, bad)
+        )
+        self.is_there = np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape) > 0
+
+    def _assign(self, sources: Sequence[Source]) -> list[list[np.ndarray]]:
+        """Return by source and pass the column of each span, −1 for tokens that another span has shown: a prompt in two
+        micro-batches, or one that stands in for missing work.
+        """
+        spans = [
+            (-span.length, number, index, at, span)
+            for number, source in enumerate(sources)
+            for index, one in enumerate(source.dump.about.passes[: source.passes])
+            for at, span in enumerate(one.spans)
+        ]
+        columns = [[np.full(len(one.spans), -1) for one in source.dump.about.passes] for source in sources]
+        seen: dict[Group, set[int]] = {}
+        for _, number, index, at, span in sorted(spans, key=lambda found: found[:4]):
+            group = (_SAMPLE.sub("", span.sample) if span.part == "prompt" else span.sample, span.part)
+            tokens = set(range(span.position, span.position + span.length))
+            if tokens and not tokens & (known := seen.setdefault(group, set())):
+                known |= tokens
+                columns[number][index][at] = self.groups.setdefault(group, len(self.groups))
+                self.source_of.setdefault(group, sources[number].name)
+        self.positions = {group: frozenset(tokens) for group, tokens in seen.items()}
+        return columns
+
+    def _flatten(self, source: Source, columns: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Return the flat index and the sums of every span that counts."""
+        samples = source.dump.samples
+        assert samples is not None
+        chosen, rows = [], []
+        for row, name in enumerate(samples.names):
+            entry, _, path = name.partition("|")
+            call = parse_name(entry)
+            if call.kind == MODULE and call.direction == FORWARD:
+                chosen.append(row)
+                rows.append(self.rows.setdefault(f"{call.every_call}|{path}", len(self.rows)))
+        at = np.array(chosen, dtype=np.int64)
+        counts = samples.first[at + 1] - samples.first[at]
+        column = np.concatenate([columns[index] for index in samples.pass_index[at]]) if len(at) else np.zeros(0, np.int64)
+        inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        place = np.repeat(samples.first[at], counts) + inside
+        keep = column >= 0
+        flat = np.repeat(np.array(rows, dtype=np.int64), counts) * len(self.groups) + column
+        return flat[keep], samples.sum[place][keep], samples.square_sum[place][keep], samples.num_bad[place][keep].astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleError:
+    """The largest error of a tensor among the groups."""
+
+    path: str
+    error: float
+    group: Group
+    a: float
+    b: float
+    """Sums over the group's tokens."""
+
+    @property
+    def what(self) -> str:
+        return f"sum {self.a:.6g} against {self.b:.6g} over the {self.group[1]} of {self.group[0]}"
+
+
+def trainer_and_rollout(refs: Sequence[DumpRef], step: int | None, stage: str | None) -> tuple[int, str, list[DumpRef], list[DumpRef]]:
+    """Choose what is compared: a step's training stage that runs the tokens of the rollout with the same weights, and the rollout.
+
+    Args:
+        refs: of a run.
+        step: which; the first that has both.
+        stage: the training stage; actor_compute_log_prob where it was captured, else actor_update.
+
+    Raises:
+        UserError: a side was not captured.
+    """
+    stages = [stage] if stage else [str(Stage.ACTOR_COMPUTE_LOG_PROB), str(Stage.ACTOR_UPDATE)]
+    for number in [step] if step is not None else sorted({ref.step for ref in refs}):
+        here = [ref for ref in refs if ref.step == number and ref.call == 0]
+        rollout = [ref for ref in here if ref.stage == Stage.ROLLOUT_GENERATE]
+        for name in stages:
+            if rollout and (trainer := [ref for ref in here if ref.stage == name]):
+                return number, name, trainer, rollout
+    where = f"step {step}" if step is not None else "any step"
+    raise UserError(
+        "--rollout",
+        f"{' or '.join(stages)} and rollout_generate were not both captured in {where}.",
+        "Enable the profiler of the actor and of the rollout, and list both in precision_debugger.stages, or leave that empty.",
+    )
+
+
+def first_mini_batch(dump: StageDump) -> int | None:
+    """Return how many passes come before the first optimizer step; None: there is none."""
+    starts = dump.about.mini_batches
+    return starts[1] if len(starts) > 1 else None
+
+
+def compare_by_sample(
+    a: Sequence[Source], b: Sequence[Source], place: Place, *, names: tuple[str, str], rtol: float = RTOL, limit: int = 20
+) -> Comparison:
+    """Compare the same tokens in captures of two stages, all ranks together.
+
+    Args:
+        a: the trainer's captures, one a rank; execution order is that of the first.
+        b: the rollout engine's.
+        place: what they are of.
+        names: of both sides, for the reader.
+        rtol: see `difference.sum_errors`; parameters of one dtype must be equal bit for bit.
+        limit: rows of the tables.
+
+    Raises:
+        UserError: a capture has no sums over samples, or no sample is in both.
+    """
+    for source in (*a, *b):
+        if source.dump.samples is None:
+            raise UserError(
+                "--rollout", f"the capture of {source.name} ({source.dump.about.backend}) has no sums over samples.",
+                "Capture with precision_debugger.backend: native.",
+            )  # fmt: skip
+    return summarise([_BySample(a, b, place, rtol).result(limit)], names=names, rtol=rtol, limit=limit)
+
+
+class _BySample:
+    def __init__(self, a: Sequence[Source], b: Sequence[Source], place: Place, rtol: float) -> None:
+        self.a, self.b, self.place = a, b, place
+        self.table_a, self.table_b = _Table(a), _Table(b)
+        self.groups = [
+            group for group in self.table_a.groups if self.table_a.positions[group] == self.table_b.positions.get(group)
+        ]
+        if not self.groups:
+            raise UserError(
+                "--rollout",
+                "the two sides have no sample with the same tokens in common "
+                f"({len(self.table_a.groups)} and {len(self.table_b.groups)} parts of samples).",
+                "Capture both stages of the same step, whole, on all ranks.",
+            )
+        self.calls = Calls(a[0].dump)
+        self.names = list(self.table_a.rows)
+        self.matrix = self._matrix()
+        self.dtypes: Counter[tuple[str, str]] = Counter()
+        self.unsure = 0
+        """Parameters that could not be compared."""
+        self.calls_a = [_first_calls(source.dump) for source in a]
+        self.calls_b = [_first_calls(source.dump) for source in b]
+        self.errors = self._errors(rtol)
+        other = Counter({pair: count for pair, count in self.dtypes.items() if pair[0] != pair[1]})
+        is_drift = bool(other) and other.total() >= DRIFT_SHARE * self.dtypes.total()
+        self.drift = " against ".join(dtype.removeprefix("torch.") for dtype in other.most_common()[0][0]) if is_drift else None
+        floor = max(map(round_off, other), default=0.0) if is_drift else 0.0
+        self.limits = Limits(rtol, exact_parameters=not is_drift, floor=floor)
+
+    def _matrix(self) -> np.ndarray:
+        """Return the errors [tensors of A, common groups], nan where one side has nothing."""
+        a, b = self.table_a, self.table_b
+        columns_a = np.array([a.groups[group] for group in self.groups])
+        columns_b = np.array([b.groups[group] for group in self.groups])
+        errors = np.full((len(self.names), len(self.groups)), np.nan)
+        common = [name for name in self.names if name in b.rows]
+        if not common:
+            return errors
+        rows_a, rows_b = (np.array([table.rows[name] for name in common]) for table in (a, b))
+        at_a, at_b = np.ix_(rows_a, columns_a), np.ix_(rows_b, columns_b)
+        tokens = np.array([len(a.positions[group]) for group in self.groups], dtype=np.float64)
+        squares = np.maximum(a.square_sum[at_a], b.square_sum[at_b])
+        finite = np.where(np.isfinite(squares), squares, 0.0)
+        floor = SCALE_FLOOR * np.sqrt(finite.sum(axis=1, keepdims=True) / tokens.sum() * tokens)
+        found = sum_errors(a.sum[at_a], a.square_sum[at_a], a.num_bad[at_a], b.sum[at_b], b.square_sum[at_b], b.num_bad[at_b], floor)
+        errors[rows_a] = np.where(a.is_there[at_a] & b.is_there[at_b], found, np.nan)
+        return errors
+
+    def _errors(self, rtol: float) -> dict[int, CallErrors]:
+        """Return the errors of the first call of each module."""
+        result: dict[int, CallErrors] = {}
+        for index, entry in self.calls_a[0].values():
+            name = self.calls.names[index]
+            found = CallErrors()
+            twins = [other[name.every_call][1] for other in self.calls_b if name.every_call in other]
+            leaves_b = [dict(leaves(twin)) for twin in twins]
+            for path, stats in leaves(entry):
+                part = part_of(name, path)
+                if part is Part.PARAMETERS:
+                    for measured in self._parameter(name.every_call, path, stats, leaves_b, rtol):
+                        found.take(part, measured)
+                elif (measured := self._tensor(name.every_call, path)) is not None:
+                    found.take(part, measured)
+                    if part is Part.OUTPUT and leaves_b and path in leaves_b[0]:
+                        self.dtypes[stats.dtype, leaves_b[0][path].dtype] += 1
+            if twins:
+                result[index] = found
+        return result
+
+    def _tensor(self, call: str, path: str) -> _SampleError | None:
+        row = self.table_a.rows.get(f"{call}|{path}")
+        if row is None or np.isnan(self.matrix[row]).all():
+            return None
+        column = int(np.nanargmax(self.matrix[row]))
+        group = self.groups[column]
+        at_b = self.table_b.rows[f"{call}|{path}"], self.table_b.groups[group]
+        sums = float(self.table_a.sum[row, self.table_a.groups[group]]), float(self.table_b.sum[at_b])
+        return _SampleError(path, float(self.matrix[row, column]), group, *sums)
+
+    def _parameter(self, call: str, path: str, stats: TensorStats, leaves_b: list[dict[str, TensorStats]], rtol: float) -> list[Difference]:
+        """Return the difference to each of B's captures. What has no checksum, as it was put together from shards, is equal if its
+        statistics are within `rtol`.
+        """
+        whole_a = _whole([dict(leaves(calls[call][1])).get(path) for calls in self.calls_a if call in calls]) if stats.shard else stats
+        found: list[Difference] = []
+        for stats_b in (one[path] for one in leaves_b if path in one):
+            whole_b = _whole([one.get(path) for one in leaves_b]) if stats_b.shard else stats_b
+            if whole_a is None or whole_b is None or math.prod(whole_a.shape) != math.prod(whole_b.shape):
+                self.unsure += 1
+                continue
+            measured = difference(path, replace(whole_a, shape=whole_b.shape), whole_b)
+            has_checksums = whole_a.checksum is not None and whole_b.checksum is not None
+            if not has_checksums and measured.error <= rtol and not measured.dtypes_differ:
+                measured = replace(measured, error=SAME)
+            found.append(measured)
+        return found
+
+    def result(self, limit: int) -> StageComparison:
+        findings = [part for one in self.errors.values() for part in (one.inputs, one.parameters, one.output) if part is not None]
+        result = StageComparison(
+            place=self.place,
+            num_common=len(self.errors),
+            only_a=[],
+            only_b=[],
+            max_error=max((finding.error for finding in findings), default=SAME),
+            drift=self.drift,
+            pass_label=f"{len({group[0] for group in self.groups if group[1] == 'response'})} samples",
+            pass_labels=["all passes"],
+        )
+        found = walk(self.calls, self.errors, self.limits)
+        if found.fault is not None:
+            result.divergence = describe(self.calls, self.errors, found.fault, self.limits)
+            if found.first is not None and found.first is not found.fault:
+                result.first = describe(self.calls, self.errors, found.first, self.limits)
+            self._add_samples(result, found.fault)
+        result.jumps = [self._row(candidate) for candidate in found.jumps[:limit]]
+        result.largest = self._largest(limit)
+        for index, errors in self.errors.items():
+            name = self.calls.names[index]
+            result.modules[name.label] = name.module_class
+            by_quantity = {OUTPUT: errors.output, INPUTS: errors.inputs, PARAMETERS: errors.parameters}
+            result.cells[name.label, 0] = [
+                found.error if (found := by_quantity.get(one)) is not None else math.nan for one in QUANTITIES
+            ]
+        result.notes = self._notes()
+        return result
+
+    def _add_samples(self, result: StageComparison, fault: Candidate) -> None:
+        if fault.part is Part.PARAMETERS:
+            return
+        name = self.calls.names[fault.entry]
+        errors = self.matrix[self.table_a.rows[f"{name.every_call}|{fault.finding.path}"]]
+        differing = [self.groups[at] for at in np.argsort(-np.nan_to_num(errors, nan=-1.0), kind="stable") if errors[at] > self.limits.rtol]
+        result.samples = Samples(tuple(f"{sample} ({part})" for sample, part in differing), int((~np.isnan(errors)).sum()))
+        parts, there = {part for _, part in differing}, {part for _, part in self.groups}
+        if len(parts) == 1 and len(there) == 2:
+            only, other = ("responses (decoding)", "prompts (prefill)") if parts == {"response"} else ("prompts (prefill)", "responses (decoding)")
+            result.remarks.append(f"Only {only} differ; {other} agree.")
+        sources = {self.table_b.source_of[group] for group in differing}
+        if len(self.b) > 1:
+            all_names = {source.name for source in self.b}
+            which = "all" if sources == all_names else f"only {', '.join(sorted(sources))} of the {len(all_names)}"
+            result.remarks.append(f"The samples that differ were sampled by {which} engines.")
+
+    def _row(self, candidate: Candidate) -> Row:
+        name = self.calls.names[candidate.entry]
+        what = {Part.INPUTS: INPUTS, Part.PARAMETERS: PARAMETERS, Part.OUTPUT: OUTPUT}[candidate.part]
+        finding = candidate.finding
+        return Row(name.label, name.module_class, what, finding.error, candidate.base, self.calls.entries[candidate.entry].name,
+                   finding.path, finding.what, self.place.moment)  # fmt: skip
+
+    def _largest(self, limit: int) -> list[Row]:
+        rows = [
+            self._row(Candidate(index, part, finding, math.nan, 0))
+            for index, found in self.errors.items()
+            for part, finding in ((Part.INPUTS, found.inputs), (Part.PARAMETERS, found.parameters), (Part.OUTPUT, found.output))
+            if finding is not None and finding.error > 0
+        ]
+        return sorted(rows, key=lambda row: -row.error)[:limit]
+
+    def _notes(self) -> list[str]:
+        prompts = sum(part == "prompt" for _, part in self.groups)
+        notes = [f"Compared over the tokens of {prompts} prompts and {len(self.groups) - prompts} responses."]
+        alone = (len(self.table_a.groups) - len(self.groups), len(self.table_b.groups) - len(self.groups))
+        if any(alone):
+            notes.append(f"Not compared, as the other side has not the same tokens of them: {alone[0]} parts of samples of A, {alone[1]} of B.")
+        if self.unsure:
+            notes.append(f"{self.unsure} parameters were not compared: not all of their shards were captured.")
+        missing = len(self.calls_a[0]) - len(self.errors)
+        if missing:
+            notes.append(f"{missing} modules of A were not called in B.")
+        return notes
+
+
+def _first_calls(dump: StageDump) -> dict[str, tuple[int, Entry]]:
+    """Return by name the first forward call of every module, with its index."""
+    found: dict[str, tuple[int, Entry]] = {}
+    for index, entry in enumerate(dump.entries):
+        name = parse_name(entry.name)
+        if name.kind == MODULE and name.direction == FORWARD:
+            found.setdefault(name.every_call, (index, entry))
+    return found
+
+
+def _whole(shards: Sequence[TensorStats | None]) -> TensorStats | None:
+    """Put the statistics of a tensor's shards together; None if some are missing."""
+    by_part = {stats.shard[0]: stats for stats in shards if stats is not None and stats.shard is not None}
+    parts = list(by_part.values())
+    if not parts or any(stats.shard is None or len(by_part) < stats.shard[1] for stats in parts):
+        return None
+    parts = [stats for stats in parts if math.prod(stats.shape)]  # a rank's part may be empty
+    sizes = [math.prod(stats.shape) for stats in parts]
+    return TensorStats(
+        dtype=parts[0].dtype,
+        shape=(sum(sizes),),
+        min=min(stats.min for stats in parts),
+        max=max(stats.max for stats in parts),
+        mean=sum(stats.mean * size for stats, size in zip(parts, sizes)) / sum(sizes),
+        norm=math.sqrt(sum(stats.norm**2 for stats in parts)),
+        num_nan=sum(stats.num_nan or 0 for stats in parts),
+        num_inf=sum(stats.num_inf or 0 for stats in parts),
+        requires_grad=parts[0].requires_grad,
+    )

@@ -1,0 +1,524 @@
+"""Compares captures call by call: the first divergence in execution order, what it comes from, and the largest errors.
+
+`compare_captures` takes what `find_dumps` found on both sides; `text.py` and `heatmap.py` show the result.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pellucid.errors import UserError
+from pellucid.precision.calls import FORWARD, GRADIENTS, MODULE, CallName, Calls, pass_label
+from pellucid.precision.difference import SAME, Difference, difference, is_float, span_errors
+from pellucid.precision.divergence import (
+    CallErrors,
+    Candidate,
+    Divergence,
+    Kind,
+    Limits,
+    Part,
+    Walk,
+    describe,
+    part_of,
+    walk,
+)
+from pellucid.precision.dump import DumpRef, StageDump, leaves
+from pellucid.stages import Stage
+
+RTOL = 1e-5
+"""Twice and more what another order of float32 additions makes; captures of one machine and one number of threads are equal."""
+DRIFT_SHARE = 0.25
+"""With so many outputs of another dtype it is the whole model that computes in it."""
+ROUND_OFF = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float32": 2.0**-24, "torch.float64": 2.0**-53}
+OTHER_ROUND_OFF = 2.0**-3
+"""Of a dtype that is not named above: 8 bits."""
+_BIAS_FLOOR = 0.1
+"""A bias's gradient sums up the gradient that comes in; where next to nothing remains, its error is judged by a share of that."""
+
+Quantity = str
+OUTPUT, INPUTS, PARAMETERS, GRADIENTS_ = QUANTITIES = ("output", "inputs", "parameters", "gradients")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which captures are compared."""
+
+    step: int
+    """A's."""
+    step_b: int
+    stage: str
+    stage_b: str
+    call: int
+    rank: int
+    rank_b: int
+    replica: int | None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts places as they run."""
+        return self.step, _STAGE_ORDER.get(self.stage, len(_STAGE_ORDER)), self.call
+
+    @property
+    def rank_name(self) -> str:
+        """`rank 1`, `replica 0 rank 1`."""
+        rank = f"rank {self.rank}" if self.rank == self.rank_b else f"rank {self.rank}/{self.rank_b}"
+        return rank if self.replica is None else f"replica {self.replica} {rank}"
+
+    @property
+    def moment(self) -> str:
+        """`step 3, actor_update`."""
+        step = f"step {self.step}" if self.step == self.step_b else f"step {self.step}/{self.step_b}"
+        stage = self.stage if self.stage == self.stage_b else f"{self.stage}/{self.stage_b}"
+        return f"{step}, {stage}" + (f", capture {self.call + 1}" if self.call else "")
+
+
+_STAGE_ORDER = {stage.value: index for index, stage in enumerate(Stage)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a table of errors."""
+
+    module: str
+    module_class: str
+    what: str
+    """Which quantity: one of `QUANTITIES`."""
+    error: float
+    base: float
+    """Of what went into it; nan: not asked."""
+    entry: str
+    path: str
+    detail: str
+    pass_label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Whose tokens differ at a divergence."""
+
+    differing: tuple[str, ...]
+    """`<uid> sample <n> (response)`; the largest error first."""
+    total: int
+    """Of the pass."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StageComparison:
+    """What one rank's captures of one stage say."""
+
+    place: Place
+    num_common: int
+    only_a: list[str]
+    only_b: list[str]
+    max_error: float = SAME
+    divergence: Divergence | None = None
+    first: Divergence | None = None
+    """The first beyond the limit, where that is another: slow growth before the fault."""
+    samples: Samples | None = None
+    pass_label: str = ""
+    after_mini_batch: int | None = None
+    """Number of the optimizer step after which the parameters differ, counted from 1."""
+    drift: str | None = None
+    """`float32 against bfloat16` where most of the model computes in two dtypes."""
+    num_other_dtype: int = 0
+    """Tensors of another dtype."""
+    largest: list[Row] = field(default_factory=list)
+    jumps: list[Row] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    """Class by label, in execution order: the rows of the heat map."""
+    cells: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    """By label and pass the error of each of `QUANTITIES`, nan where there is none."""
+    pass_labels: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What else is known of the divergence."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all that is in both is equal bit for bit."""
+        return self.max_error == SAME
+
+
+@dataclass(slots=True)
+class Found:
+    """The first divergence of all, and which ranks have it."""
+
+    place: Place
+    divergence: Divergence
+    comparison: StageComparison
+    ranks: list[str]
+    all_ranks: list[str]
+    later: list[str]
+    """What other ranks of the same stage show instead."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What two sets of captures say."""
+
+    name_a: str
+    name_b: str
+    rtol: float
+    stages: list[StageComparison]
+    found: Found | None
+    largest: list[Row]
+    """Over all stages and ranks, a row a module and quantity."""
+    jumps: list[Row]
+    notes: list[str]
+
+    @property
+    def max_error(self) -> float:
+        """Over everything."""
+        return max((stage.max_error for stage in self.stages), default=SAME)
+
+
+def match(a: Sequence[DumpRef], b: Sequence[DumpRef]) -> tuple[list[tuple[Place, DumpRef, DumpRef]], list[str]]:
+    """Pair captures of the same step, stage, call, rank and replica. Where each side has but one step, stage or rank, these are
+    paired though they differ: two steps of a run, actor against reference.
+
+    Returns:
+        The pairs in the order in which they ran, and notes on what has no partner.
+
+    Raises:
+        UserError: nothing pairs.
+    """
+
+    def aspects(ref: DumpRef) -> list[object]:
+        return [ref.step, ref.stage, ref.call, ref.rank, ref.replica]
+
+    single = [len({aspects(ref)[i] for ref in a}) == 1 == len({aspects(ref)[i] for ref in b}) for i in range(5)]
+
+    def key(ref: DumpRef) -> tuple[object, ...]:
+        return tuple(None if alone else value for alone, value in zip(single, aspects(ref)))
+
+    by_key = {key(ref): ref for ref in b}
+    pairs = [
+        (Place(x.step, y.step, x.stage, y.stage, x.call, x.rank, y.rank, x.replica), x, y)
+        for x in a
+        if (y := by_key.get(key(x))) is not None
+    ]
+    if not pairs:
+        raise UserError(
+            "A, B",
+            f"no capture of A has a partner in B.\nA holds {_contents(a)}\nB holds {_contents(b)}",
+            "Give two folders with the same steps and stages, or a step folder of each.",
+        )
+    paired_b = {id(y) for _, _, y in pairs}
+    keys_b = set(by_key)
+    notes = [f"only in A: {_contents([ref for ref in a if key(ref) not in keys_b])}"] if len(pairs) < len(a) else []
+    if alone := [ref for ref in b if id(ref) not in paired_b]:
+        notes.append(f"only in B: {_contents(alone)}")
+    return sorted(pairs, key=lambda pair: (*pair[0].order, pair[0].replica or 0, pair[0].rank)), notes
+
+
+def _contents(refs: Sequence[DumpRef]) -> str:
+    if not refs:
+        return "nothing"
+    steps = sorted({ref.step for ref in refs})
+    shown = ", ".join(map(str, steps[:8])) + (", …" if len(steps) > 8 else "")
+    stages = ", ".join(sorted({ref.stage for ref in refs}, key=lambda stage: _STAGE_ORDER.get(stage, 99)))
+    ranks = ", ".join(map(str, sorted({ref.rank for ref in refs})))
+    return f"step {shown}; {stages}; rank {ranks}"
+
+
+def compare_captures(
+    pairs: Iterable[tuple[Place, DumpRef, DumpRef]],
+    read: Callable[[DumpRef], StageDump],
+    *,
+    names: tuple[str, str],
+    rtol: float = RTOL,
+    limit: int = 20,
+    per_pass: bool = False,
+    notes: Sequence[str] = (),
+    on_pair: Callable[[Place], None] = lambda place: None,
+) -> Comparison:
+    """Compare pairs of captures, one pair in memory at a time.
+
+    Args:
+        pairs: from `match`.
+        read: reads one.
+        names: of A and B, for the reader.
+        rtol: the largest relative error that is none; see `difference`.
+        limit: rows of the tables.
+        per_pass: keep the cells of the heat map by pass, not only their largest.
+        notes: to be shown with the result.
+        on_pair: hears of each pair before it is read.
+    """
+    stages: list[StageComparison] = []
+    for place, ref_a, ref_b in pairs:
+        on_pair(place)
+        stages.append(compare_dumps(read(ref_a), read(ref_b), place, rtol=rtol, limit=limit, per_pass=per_pass))
+    return summarise(stages, names=names, rtol=rtol, limit=limit, notes=notes)
+
+
+def summarise(
+    stages: list[StageComparison], *, names: tuple[str, str], rtol: float, limit: int, notes: Sequence[str] = ()
+) -> Comparison:
+    """Put the comparisons of stages together: the earliest divergence, and which ranks have it."""
+    largest = _merge_rows((row for stage in stages for row in stage.largest), lambda row: row.error)[:limit]
+    jumps = _merge_rows((row for stage in stages for row in stage.jumps), _ratio)[:limit]
+    return Comparison(*names, rtol, stages, _earliest(stages), largest, jumps, list(notes))
+
+
+def _earliest(stages: list[StageComparison]) -> Found | None:
+    diverging = [stage for stage in stages if stage.divergence is not None]
+    if not diverging:
+        return None
+
+    def when(stage: StageComparison) -> tuple[int, ...]:
+        assert stage.divergence is not None
+        return (*stage.place.order, stage.divergence.pass_index, stage.divergence.position)
+
+    first = min(diverging, key=when)
+    assert first.divergence is not None
+    beside = [stage for stage in stages if stage.place.order == first.place.order]
+    same = [stage for stage in beside if _is_alike(stage.divergence, first.divergence)]
+    later = [
+        f"{stage.place.rank_name}: " + (f"{stage.divergence.module or 'the inputs'} ({stage.pass_label})" if stage.divergence else "nothing")
+        for stage in beside
+        if stage not in same
+    ]
+    return Found(
+        first.place, first.divergence, first, [stage.place.rank_name for stage in same], [stage.place.rank_name for stage in beside], later
+    )
+
+
+def _is_alike(a: Divergence | None, b: Divergence) -> bool:
+    return a is not None and (a.module, a.kind, a.direction, a.pass_index) == (b.module, b.kind, b.direction, b.pass_index)
+
+
+def _ratio(row: Row) -> float:
+    return row.error / max(row.base, 1e-12)
+
+
+def _merge_rows(rows: Iterable[Row], size: Callable[[Row], float]) -> list[Row]:
+    """Return the largest row of each module and quantity, the largest first."""
+    best: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        kept = best.get((row.module, row.what))
+        if kept is None or size(row) > size(kept):
+            best[row.module, row.what] = row
+    return sorted(best.values(), key=lambda row: -size(row))
+
+
+def compare_dumps(a: StageDump, b: StageDump, place: Place, *, rtol: float = RTOL, limit: int = 20, per_pass: bool = False) -> StageComparison:
+    """Compare two captures of a stage."""
+    return _Pair(a, b, place, rtol).result(limit, per_pass)
+
+
+def place_of(a: StageDump, b: StageDump) -> Place:
+    """Return the place that two captures say of themselves."""
+    return Place(a.about.step, b.about.step, a.about.stage, b.about.stage, a.about.call, a.about.rank, b.about.rank, None)
+
+
+class _Pair:
+    """Two captures of a stage on one rank, and the errors between them."""
+
+    def __init__(self, a: StageDump, b: StageDump, place: Place, rtol: float) -> None:
+        self.a, self.b, self.place = a, b, place
+        self.calls = Calls(a)
+        self._entries_b = {entry.name: entry for entry in b.entries}
+        self._sample_errors = _sample_errors(a, b)
+        self.errors: dict[int, CallErrors] = {}
+        self.dtypes: Counter[tuple[str, str]] = Counter()
+        """Of outputs of forward calls of modules, A's and B's."""
+        self._num_other_dtype = self._num_leaves = 0
+        self._exact: Counter[bool] = Counter()
+        """Of trained parameters: how many are equal bit for bit."""
+        for index, name in enumerate(self.calls.names):
+            if (other := self._entries_b.get(a.entries[index].name)) is not None:
+                self.errors[index] = self._compare_call(index, name, dict(leaves(other)))
+        self.drift = self._drift()
+        floor = max(map(round_off, self.dtypes), default=0.0) if self.drift else 0.0
+        exact = not floor and self._exact[True] > self._exact[False]
+        self.limits = Limits(rtol, exact_parameters=exact, floor=floor)
+
+    def _compare_call(self, index: int, name: CallName, leaves_b: dict[str, object]) -> CallErrors:
+        errors = CallErrors()
+        entry = self.a.entries[index]
+        floor = self._bias_floor(index) if name.direction == GRADIENTS else 0.0
+        for path, stats in leaves(entry):
+            other = leaves_b.get(path)
+            if other is None:
+                continue
+            part = part_of(name, path)
+            found = difference(path, stats, other, floor if "bias" in path else 0.0)  # pyright: ignore[reportArgumentType]
+            if found.error != SAME and (by_sample := self._sample_errors.get(f"{entry.name}|{path}", SAME)) > found.error:
+                found = Difference(by_sample, path, stats, found.b)
+            errors.take(part, found)
+            self._num_leaves += 1
+            self._num_other_dtype += found.dtypes_differ
+            if part is Part.PARAMETERS and stats.checksum is not None:
+                self._exact[found.error == SAME] += stats.requires_grad
+            elif part is Part.OUTPUT and name.direction == FORWARD and is_float(stats) and is_float(found.b):
+                self.dtypes[stats.dtype, found.b.dtype] += 1
+        return errors
+
+    def _bias_floor(self, index: int) -> float:
+        backward = self.calls.backward_of(index)
+        if backward is None:
+            return 0.0
+        norms = [stats.norm for path, stats in leaves(self.a.entries[backward]) if path.startswith("input")]
+        return _BIAS_FLOOR * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+
+    def _drift(self) -> str | None:
+        other = Counter({pair: count for pair, count in self.dtypes.items() if pair[0] != pair[1]})
+        if not other or other.total() < DRIFT_SHARE * self.dtypes.total():
+            return None
+        [(a, b), _], *_ = other.most_common()
+        return f"{a.removeprefix('torch.')} against {b.removeprefix('torch.')}"
+
+    def result(self, limit: int, per_pass: bool) -> StageComparison:
+        names_a = set(self.calls.index_of)
+        result = StageComparison(
+            place=self.place,
+            num_common=len(self.errors),
+            only_a=[entry.name for entry in self.a.entries if entry.name not in self._entries_b],
+            only_b=[entry.name for entry in self.b.entries if entry.name not in names_a],
+            max_error=max((part.error for found in self.errors.values() for part in _parts(found)), default=SAME),
+            drift=self.drift,
+            num_other_dtype=self._num_other_dtype,
+        )
+        units = [one.unit for one in self.a.about.passes]
+        result.pass_labels = [pass_label(units, index) for index in range(max(len(units), max(self.calls.passes, default=-1) + 1))]
+        found = walk(self.calls, self.errors, self.limits)
+        if found.fault is not None:
+            self._explain(result, found, found.fault)
+        result.jumps = [self._row(candidate, result) for candidate in found.jumps[:limit]]
+        result.largest = self._largest(result, limit)
+        self._fill_cells(result, per_pass)
+        result.notes = self._notes(result)
+        return result
+
+    def _explain(self, result: StageComparison, found: Walk, fault: Candidate) -> None:
+        divergence = describe(self.calls, self.errors, fault, self.limits)
+        result.divergence, result.pass_label = divergence, result.pass_labels[divergence.pass_index]
+        if found.first is not None and found.first is not fault:
+            result.first = describe(self.calls, self.errors, found.first, self.limits)
+        result.samples = self._samples(divergence)
+        if divergence.kind is Kind.PARAMETERS:
+            done = [number for number, start in enumerate(self.a.about.mini_batches) if 0 < start <= divergence.pass_index]
+            result.after_mini_batch = done[-1] if done else None
+
+    def _samples(self, divergence: Divergence) -> Samples | None:
+        key = f"{divergence.entry}|{divergence.path}"
+        a, b = self.a.samples, self.b.samples
+        if a is None or b is None or key not in self._sample_errors or divergence.kind is Kind.PARAMETERS:
+            return None
+        row_a, row_b = a.names.index(key), b.names.index(key)
+        errors, _ = span_errors(a, b, np.array([row_a]), np.array([row_b]), _lengths(self.a))
+        spans = self.a.about.passes[int(a.pass_index[row_a])].spans
+        order = np.argsort(-errors, kind="stable")
+        differing = [f"{spans[at].sample} ({spans[at].part})" for at in order.tolist() if errors[at] > self.limits.rtol]
+        return Samples(tuple(dict.fromkeys(differing)), len({(span.sample, span.part) for span in spans}))
+
+    def _row(self, candidate: Candidate, result: StageComparison) -> Row:
+        name = self.calls.names[candidate.entry]
+        return Row(
+            name.label,
+            name.module_class,
+            quantity(name, candidate.part),
+            candidate.finding.error,
+            candidate.base,
+            self.a.entries[candidate.entry].name,
+            candidate.finding.path,
+            candidate.finding.what,
+            f"{self.place.moment}, {self.place.rank_name}, {result.pass_labels[self.calls.passes[candidate.entry]]}",
+        )
+
+    def _largest(self, result: StageComparison, limit: int) -> list[Row]:
+        best: dict[tuple[str, str], Candidate] = {}
+        for index, found in self.errors.items():
+            name = self.calls.names[index]
+            for part, finding in ((Part.INPUTS, found.inputs), (Part.PARAMETERS, found.parameters), (Part.OUTPUT, found.output)):
+                if finding is None or finding.error <= 0.0:
+                    continue
+                key = (name.label, quantity(name, part))
+                if key not in best or finding.error > best[key].finding.error:
+                    best[key] = Candidate(index, part, finding, math.nan, 0)
+        ordered = sorted(best.values(), key=lambda candidate: -candidate.finding.error)
+        return [self._row(candidate, result) for candidate in ordered[:limit]]
+
+    def _fill_cells(self, result: StageComparison, per_pass: bool) -> None:
+        has_modules = any(name.kind == MODULE for name in self.calls.names)
+        for event in self.calls.events():
+            name = self.calls.names[event.entry]
+            if event.ends or event.entry not in self.errors or (has_modules and name.kind != MODULE):
+                continue
+            result.modules.setdefault(name.label, name.module_class)
+            key = (name.label, self.calls.passes[event.entry] if per_pass else 0)
+            cell = result.cells.setdefault(key, [math.nan] * len(QUANTITIES))
+            found = self.errors[event.entry]
+            for part, finding in ((Part.INPUTS, found.inputs), (Part.PARAMETERS, found.parameters), (Part.OUTPUT, found.output)):
+                if finding is not None:
+                    at = QUANTITIES.index(quantity(name, part))
+                    cell[at] = finding.error if math.isnan(cell[at]) else max(cell[at], finding.error)
+
+    def _notes(self, result: StageComparison) -> list[str]:
+        notes: list[str] = []
+        where = f"{self.place.moment}, {self.place.rank_name}"
+        for side, names in (("A", result.only_a), ("B", result.only_b)):
+            if names:
+                notes.append(f"{where}: {len(names):,} calls are only in {side}, e.g. {names[0]}")
+        for side, dump in (("A", self.a), ("B", self.b)):
+            if not dump.about.complete:
+                notes.append(f"{where}: the capture of {side} is not complete" + (f" ({dump.about.error})" if dump.about.error else ""))
+        if result.num_other_dtype and not self.drift:
+            notes.append(f"{where}: {result.num_other_dtype:,} of {self._num_leaves:,} tensors are of another dtype in B")
+        spans = [(one.spans, other.spans) for one, other in zip(self.a.about.passes, self.b.about.passes)]
+        if (other := next((index for index, (one, two) in enumerate(spans) if one != two), None)) is not None:
+            whose = f"{_whose(self.a, other)} against {_whose(self.b, other)}"
+            notes.append(f"{where}: from {result.pass_labels[other]} on, the passes hold other tokens ({whose})")
+        return notes
+
+
+def round_off(pair: tuple[str, str]) -> float:
+    """Return the relative error that computing in the coarser of two dtypes makes; 0 if they are the same."""
+    return max(ROUND_OFF.get(dtype, OTHER_ROUND_OFF) for dtype in pair) if pair[0] != pair[1] else 0.0
+
+
+def quantity(name: CallName, part: Part) -> Quantity:
+    """Return which of `QUANTITIES` a part of a call is shown as."""
+    if name.direction != FORWARD:
+        return GRADIENTS_
+    return {Part.INPUTS: INPUTS, Part.PARAMETERS: PARAMETERS, Part.OUTPUT: OUTPUT}[part]
+
+
+def _parts(found: CallErrors) -> list[Difference]:
+    return [part for part in (found.inputs, found.parameters, found.output) if part is not None]  # pyright: ignore[reportReturnType]
+
+
+def _whose(dump: StageDump, index: int) -> str:
+    spans = dump.about.passes[index].spans
+    names = list(dict.fromkeys(span.sample for span in spans))
+    return f"{len(spans)} spans of {', '.join(names[:3])}{', …' if len(names) > 3 else ''}, {sum(span.length for span in spans):,} tokens"
+
+
+def _lengths(dump: StageDump) -> list[np.ndarray]:
+    return [np.array([span.length for span in one.spans], dtype=np.float64) for one in dump.about.passes]
+
+
+def _sample_errors(a: StageDump, b: StageDump) -> dict[str, float]:
+    """Return by name of a tensor the largest error over its samples, of those whose passes hold the same tokens on both sides."""
+    if a.samples is None or b.samples is None:
+        return {}
+    alike = [one.spans == other.spans for one, other in zip(a.about.passes, b.about.passes)]
+    rows_b = {name: row for row, name in enumerate(b.samples.names)}
+    pairs: list[tuple[int, int]] = []
+    for row, (name, index) in enumerate(zip(a.samples.names, a.samples.pass_index.tolist())):
+        other = rows_b.get(name)
+        if other is not None and index < len(alike) and alike[index] and int(b.samples.pass_index[other]) == index:
+            pairs.append((row, other))
+    if not pairs:
+        return {}
+    rows = np.array(pairs)
+    errors, starts = span_errors(a.samples, b.samples, rows[:, 0], rows[:, 1], _lengths(a))
+    result: dict[str, float] = defaultdict(lambda: SAME)
+    has_spans = starts[1:] > starts[:-1]
+    largest = np.maximum.reduceat(errors, starts[:-1][has_spans]) if has_spans.any() else np.zeros(0)
+    for row, error in zip(rows[has_spans, 0].tolist(), largest.tolist()):
+        result[a.samples.names[row]] = error
+    return dict(result)

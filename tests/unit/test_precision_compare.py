@@ -1,0 +1,514 @@
+"""`pellucid precision compare|report|digest`: planted faults are named where they are, healthy captures are not accused."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from precision_dumps import (
+    LAYERS,
+    Model,
+    bf16,
+    make_batch,
+    packed,
+    rollout_dump,
+    save,
+    scaled,
+    stats_of,
+    training_dump,
+)
+from typer.testing import CliRunner
+
+from pellucid.cli.main import app
+from pellucid.precision.by_sample import Source, compare_by_sample
+from pellucid.precision.calls import Calls, parse_name
+from pellucid.precision.compare import Place, compare_dumps, place_of, summarise
+from pellucid.precision.difference import SAME, difference
+from pellucid.precision.divergence import Kind
+from pellucid.precision.dump import Entry
+from pellucid.precision.health import check_dump
+from pellucid.precision.heatmap import AGREES, BROKEN, EQUAL, NOT_CAPTURED, code, heatmap_page
+from pellucid.precision.text import comparison_json, explanation, headline
+
+BATCH = make_batch()
+MICRO_BATCHES = [BATCH[:2], BATCH[2:]]
+RUNNER = CliRunner()
+
+
+def capture(model: Model | None = None, micro_batches=None, **options):
+    return training_dump(model or Model(), micro_batches or MICRO_BATCHES, **options)
+
+
+def to_inf(values, number):
+    return np.full_like(values, np.inf)
+
+
+def compared(a, b, **options):
+    """The comparison of two captures, as the command has it."""
+    return summarise([compare_dumps(a, b, place_of(a, b), **options)], names=("a", "b"), rtol=1e-5, limit=20)
+
+
+def found_in(fault: dict, **options):
+    result = compared(capture(**options), capture(Model(faults=fault), **options))
+    assert result.found is not None
+    return result.found
+
+
+def words_of(result) -> str:
+    return " ".join([headline(result), *explanation(result)])
+
+
+# Errors of tensors
+
+
+def test_equal_tensors_have_no_error():
+    values = np.random.default_rng(0).normal(size=(1, 20, 32)).astype(np.float32)
+    assert difference("output.0", stats_of(values), stats_of(values)).error == SAME
+    assert difference("output.0", stats_of(values, native=False), stats_of(values, native=False)).error == 0.0
+
+
+@pytest.mark.parametrize("size", [(1, 20, 32), (576, 576)])
+def test_a_bf16_layer_stands_out_and_another_order_of_additions_does_not(size):
+    random = np.random.default_rng(0)
+    values = random.normal(size=size).astype(np.float32)
+    noisy = (values * (1 + 1e-7 * random.normal(size=size))).astype(np.float32)
+    assert 5e-4 < difference("output.0", stats_of(values), stats_of(bf16(values))).error < 2e-2
+    assert 0 < difference("output.0", stats_of(values), stats_of(noisy)).error < 2e-6
+
+
+def test_what_cannot_be_compared_is_infinitely_wrong():
+    values = np.ones((2, 3), dtype=np.float32)
+    with_nan = values.copy()
+    with_nan[0, 0] = np.nan
+    ids, others = np.array([[1, 2, 3]]), np.array([[1, 3, 2]])
+    assert difference("x", stats_of(values), stats_of(with_nan)).error == np.inf
+    assert difference("x", stats_of(values, native=False), stats_of(with_nan, native=False)).error == np.inf
+    assert difference("x", stats_of(values), stats_of(values.T)).error == np.inf
+    assert difference("x", stats_of(ids), stats_of(others)).error == np.inf  # by checksum alone
+    assert "1 NaN" in difference("x", stats_of(with_nan), stats_of(values)).what
+    assert difference("x", stats_of(with_nan), stats_of(with_nan)).error == SAME
+
+
+# Where captures go apart
+
+
+def test_equal_captures_are_bitwise_equal():
+    result = compared(capture(), capture())
+    assert result.found is None and result.max_error == SAME and "Bitwise equal" in headline(result)
+
+
+def test_noise_is_no_divergence():
+    result = compared(capture(Model(noise=1e-7)), capture())
+    assert result.found is None and 0 < result.max_error < 1e-5 and "Equal within" in headline(result)
+
+
+@pytest.mark.parametrize("children_first", [True, False])
+@pytest.mark.parametrize("module", ["embed", "layers.0.attn", "layers.1.norm", "layers.1.mlp", "layers.2.mlp", "norm"])
+def test_a_module_that_computes_something_else_is_named(module, children_first):
+    found = found_in({module: scaled()}, children_first=children_first)
+    assert (found.divergence.module, found.divergence.kind, found.divergence.direction) == (f"model.{module}", Kind.OUTPUT, "forward")
+    assert found.divergence.base == SAME and not found.divergence.grown
+
+
+def test_a_fault_far_below_the_eye_is_named_among_noise():
+    result = compared(capture(Model(noise=1e-7)), capture(Model(seed=0, noise=2e-7, faults={"layers.1.mlp": scaled(1.001)})))
+    assert result.found is not None and result.found.divergence.module == "model.layers.1.mlp"
+
+
+def test_the_first_divergence_is_named_and_not_the_largest():
+    result = compared(capture(), capture(Model(faults={"layers.0.mlp": scaled(1.0005), "layers.2.mlp": scaled(3.0)})))
+    assert result.found is not None and result.found.divergence.module == "model.layers.0.mlp"
+    assert result.largest[0].module != "model.layers.0.mlp"
+
+
+def test_a_layers_own_code_is_told_from_its_modules():
+    found = found_in({"layers.1:between": scaled()})
+    assert (found.divergence.kind, found.divergence.module, found.divergence.seen_at) == (Kind.INSIDE, "model.layers.1", "model.layers.1.attn")
+    own_end = found_in({"layers.1": scaled()})
+    assert (own_end.divergence.kind, own_end.divergence.module) == (Kind.OUTPUT, "model.layers.1")
+
+
+def test_another_batch_is_not_the_models_fault():
+    other = [make_batch(seed=4)[:2], BATCH[2:]]
+    result = compared(capture(), capture(micro_batches=other))
+    assert result.found is not None and result.found.divergence.kind is Kind.INPUTS
+    assert "not at fault" in words_of(result) and "input_ids" in result.found.divergence.path
+
+
+def test_passes_with_other_samples_are_said_to_be():
+    result = compared(capture(), capture(micro_batches=MICRO_BATCHES[::-1]))
+    assert result.found is not None and result.found.divergence.kind is Kind.INPUTS
+    assert any("other tokens" in note and "p1 sample 0" in note for note in result.found.comparison.notes)
+
+
+def test_a_stale_weight_is_named_however_small_its_change():
+    found = found_in({"layers.1.attn:weight": scaled(1 + 2e-7)})
+    assert (found.divergence.kind, found.divergence.module, found.divergence.num_differing) == (Kind.PARAMETERS, "model.layers.1.attn", 1)
+
+
+def test_of_many_modules_with_other_parameters_the_first_is_named_and_they_are_counted():
+    result = compared(capture(), capture(Model(faults={f"layers.{layer}.mlp:weight": scaled() for layer in (1, 2)})))
+    assert result.found is not None
+    divergence = result.found.divergence
+    assert (divergence.module, divergence.num_differing, divergence.num_with_parameters) == ("model.layers.1.mlp", 2, 2 * LAYERS + 1)
+    assert "first of 2 of 7 modules" in words_of(result)
+
+
+def test_a_wrong_optimizer_step_shows_in_the_parameters_of_the_next_mini_batch():
+    options = {"micro_batches": [BATCH[:2], BATCH[2:]], "mini_batches": (0, 1)}
+    a, b = capture(**options), capture(Model(faults={"layers.2.mlp:weight": scaled(1.01, of_pass=1)}), **options)
+    result = compared(a, b)
+    assert result.found is not None and result.found.divergence.kind is Kind.PARAMETERS
+    assert result.found.divergence.pass_index == 1 and "after optimizer step 1" in words_of(result)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "module"),
+    [
+        ("layers.1.attn:grad", Kind.OUTPUT, "model.layers.1.attn"),
+        ("layers.2.mlp:weight_grad", Kind.PARAMETER_GRADIENT, "model.layers.2.mlp"),
+        ("layers.0.attn:incoming", Kind.INSIDE, "model.layers.0"),
+    ],
+)
+def test_a_wrong_gradient_is_named(fault, kind, module):
+    divergence = found_in({fault: scaled()}).divergence
+    assert (divergence.kind, divergence.module, divergence.direction) == (kind, module, "backward")
+
+
+def test_another_loss_is_not_the_models_fault():
+    result = compared(capture(), capture(Model(faults={"loss": scaled(2.0)})))
+    assert result.found is not None and result.found.divergence.direction == "backward"
+    assert "the gradient that the loss sends back" in headline(result)
+
+
+def test_the_pass_and_the_sample_are_named():
+    _, one = packed(MICRO_BATCHES[1])
+    at = next(span for span in one.spans if span.sample == "p1 sample 1")
+
+    def fault(values, number):
+        values = values.copy()
+        if number == 1:
+            values[0, at.start : at.start + at.length] *= np.float32(1.02)
+        return values
+
+    result = compared(capture(), capture(Model(faults={"layers.1.mlp": fault})))
+    assert result.found is not None and result.found.comparison.pass_label == "micro-batch 2 of 2"
+    samples = result.found.comparison.samples
+    assert samples is not None and samples.differing == ("p1 sample 1 (response)",) and samples.total == 3
+    assert "Only 1 of the 3 samples" in words_of(result)
+
+
+def test_one_decode_step_is_named():
+    a = rollout_dump(Model(), BATCH)
+    b = rollout_dump(Model(faults={"layers.0.mlp": scaled(1.01, of_pass=3)}), BATCH)
+    result = compared(a, b)
+    assert result.found is not None
+    assert result.found.divergence.module == "model.layers.0.mlp" and result.found.comparison.pass_label == "decode step 3 of 5"
+
+
+@pytest.mark.parametrize("broken", [(1,), (0, 1)])
+def test_the_ranks_are_named(broken):
+    stages = []
+    for rank in (0, 1):
+        model = Model(faults={"layers.1.mlp": scaled()}) if rank in broken else Model()
+        a, b = (capture(one, rank=rank, num_ranks=2) for one in (Model(), model))
+        stages.append(compare_dumps(a, b, place_of(a, b)))
+    result = summarise(stages, names=("a", "b"), rtol=1e-5, limit=20)
+    assert result.found is not None and result.found.ranks == [f"rank {rank}" for rank in broken]
+    assert ("All 2 ranks" if len(broken) == 2 else "Only rank 1 of 2 ranks") in words_of(result)
+
+
+def test_a_bf16_layer_in_a_float32_model_is_named():
+    result = compared(capture(), capture(Model(low={"layers.1.attn"})))
+    assert result.found is not None and result.found.divergence.module == "model.layers.1.attn"
+    assert result.found.comparison.drift is None and 1e-4 < result.found.divergence.error < 1e-1
+
+
+def test_a_model_in_bf16_drifts_and_nothing_is_accused_but_a_real_fault():
+    drift = compared(capture(), capture(Model(low={"all"})))
+    assert drift.found is not None and drift.found.comparison.drift == "float32 against bfloat16" and drift.found.divergence.grown
+    assert "No module adds more than ten times" in words_of(drift)
+    fault = compared(capture(), capture(Model(low={"all"}, faults={"layers.1.mlp": scaled(1.5)})))
+    assert fault.found is not None and fault.found.divergence.module == "model.layers.1.mlp" and not fault.found.divergence.grown
+
+
+def test_captures_of_msprobe_compare_and_so_does_one_with_a_native_one():
+    for a_native, b_native in ((False, False), (True, False), (False, True)):
+        good = compared(capture(native=a_native), capture(native=b_native))
+        assert good.found is None
+        bad = compared(capture(native=a_native), capture(Model(faults={"layers.1.mlp": scaled(1.001)}), native=b_native))
+        assert bad.found is not None and bad.found.divergence.module == "model.layers.1.mlp" and bad.found.comparison.samples is None
+
+
+def test_a_bias_whose_gradient_cancels_is_not_judged_by_its_noise():
+    a, b = capture(), capture()
+    for dump, noise in ((a, 1e-9), (b, -1e-9)):
+        entry = next(entry for entry in dump.entries if "layers.1.attn" in entry.name and "parameters_grad.0" in entry.name)
+        entry.groups["bias"] = [stats_of(np.full(32, noise, dtype=np.float32))]
+    assert compared(a, b).found is None
+
+
+def test_calls_that_one_side_lacks_are_counted():
+    a, b = capture(), capture()
+    b.entries = [entry for entry in b.entries if "layers.1.norm" not in entry.name]
+    [stage] = compared(a, b).stages
+    assert len(stage.only_a) == 2 and any("2 calls are only in A" in note for note in stage.notes) and stage.divergence is None
+
+
+# Trainer against rollout
+
+
+def rollout_comparison(trainer: Model, engine: Model, *, ranks: int = 2, replicas: tuple[list, ...] | None = None, **options):
+    """Two trainer ranks with a prompt each, and engines with parts of the batch, which is cut quite differently."""
+    shares = [BATCH[:2], BATCH[2:]][:ranks] if ranks == 2 else [BATCH]
+    a = [
+        Source(f"rank {rank}", training_dump(trainer, [share[:1], share[1:]], stage="actor_compute_log_prob", rank=rank))
+        for rank, share in enumerate(shares)
+    ]
+    parts = replicas or ([(engine, BATCH)],)
+    b = [Source(f"replica {index}", rollout_dump(model, batch)) for index, [(model, batch)] in enumerate(parts)]
+    return compare_by_sample(a, b, Place(1, 1, "actor_compute_log_prob", "rollout_generate", 0, 0, 0, None), names=("a", "b"), **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainer_and_rollout_agree_over_the_same_tokens(ranks):
+    result = rollout_comparison(Model(), Model(noise=1e-7), ranks=ranks)
+    assert result.found is None and result.max_error < 1e-5
+    assert any("2 prompts and 4 responses" in note for note in result.stages[0].notes)
+
+
+def test_a_weight_left_stale_in_the_engine_is_named():
+    result = rollout_comparison(Model(), Model(faults={"layers.1.attn:weight": scaled(1 + 2e-7)}))
+    assert result.found is not None
+    assert (result.found.divergence.kind, result.found.divergence.module) == (Kind.PARAMETERS, "model.layers.1.attn")
+
+
+def test_a_bf16_layer_of_the_engine_is_named():
+    result = rollout_comparison(Model(), Model(low={"layers.1.mlp"}))
+    assert result.found is not None
+    assert (result.found.divergence.kind, result.found.divergence.module) == (Kind.OUTPUT, "model.layers.1.mlp")
+    assert result.found.comparison.samples is not None and result.found.comparison.samples.total == 6
+
+
+def test_what_goes_wrong_in_decoding_alone_is_said_to():
+    decoding = {"layers.0.attn": lambda values, number: values * np.float32(1.01) if number > 0 else values}
+    result = rollout_comparison(Model(), Model(faults=decoding))
+    assert result.found is not None and result.found.divergence.module == "model.layers.0.attn"
+    assert "Only responses (decoding) differ; prompts (prefill) agree." in words_of(result)
+
+
+def test_the_engine_that_is_wrong_is_named():
+    broken = Model(faults={"layers.2.mlp": scaled()})
+    result = rollout_comparison(Model(), Model(), replicas=([(Model(), BATCH[:2])], [(broken, BATCH[2:])]))
+    assert result.found is not None and result.found.divergence.module == "model.layers.2.mlp"
+    assert "only replica 1 of the 2 engines" in words_of(result)
+    assert result.found.comparison.samples is not None
+    assert {name[:2] for name in result.found.comparison.samples.differing} == {"p1"}
+
+
+def test_other_tokens_of_a_sample_are_not_compared():
+    shorter = [*BATCH[:-1], type(BATCH[-1])(BATCH[-1].uid, BATCH[-1].sample, BATCH[-1].prompt, BATCH[-1].response[:3])]
+    result = rollout_comparison(Model(), Model(), replicas=([(Model(), shorter)],))
+    assert result.found is None and any("1 parts of samples of A" in note for note in result.stages[0].notes)
+
+
+# NaN in one capture
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "module", "direction"),
+    [
+        ("layers.1.mlp", Kind.OUTPUT, "model.layers.1.mlp", "forward"),
+        ("layers.1.mlp:weight", Kind.PARAMETERS, "model.layers.1.mlp", "forward"),
+        ("layers.2:between", Kind.INSIDE, "model.layers.2", "forward"),
+        ("layers.1.attn:grad", Kind.OUTPUT, "model.layers.1.attn", "backward"),
+    ],
+)
+def test_the_first_nan_is_named(fault, kind, module, direction):
+    def plant(values, number):
+        values = values.copy()
+        if number == 1:
+            values.reshape(-1)[-1] = np.nan
+        return values
+
+    dump = capture(Model(faults={fault: plant}))
+    health = check_dump(dump, place_of(dump, dump))
+    assert health.divergence is not None
+    assert (health.divergence.kind, health.divergence.module, health.divergence.direction) == (kind, module, direction)
+    assert health.pass_label == "micro-batch 2 of 2" and "NaN" in health.divergence.what
+    if kind is Kind.OUTPUT:
+        assert health.samples is not None and health.samples.differing == ("p1 sample 1 (response)",)
+
+
+def test_a_finite_capture_is_healthy():
+    dump = capture()
+    assert check_dump(dump, place_of(dump, dump)).divergence is None
+
+
+# Order and names
+
+
+def test_names_are_taken_apart():
+    assert parse_name("Module.model.layers.0.self_attn.LlamaAttention.forward.12").name == "model.layers.0.self_attn"
+    assert parse_name("Module.model.norm.LlamaRMSNorm.parameters_grad.1").direction == "parameters_grad"
+    operator = parse_name("Functional.linear.3.backward")
+    assert (operator.kind, operator.name, operator.call, operator.direction) == ("Functional", "linear", 3, "backward")
+    assert operator.label == "Functional.linear.3"
+
+
+@pytest.mark.parametrize("children_first", [True, False])
+def test_calls_begin_before_what_is_in_them_and_end_after(children_first):
+    calls = Calls(capture(children_first=children_first))
+    order = [(calls.entries[event.entry].name, event.ends) for event in calls.events()]
+    for index, entry in enumerate(calls.entries):
+        if (parent := calls.parents[index]) is not None:
+            outer = calls.entries[parent].name
+            assert order.index((outer, False)) < order.index((entry.name, False)) < order.index((entry.name, True)) < order.index((outer, True))
+
+
+# Heat map and command
+
+
+class WellFormed(HTMLParser):
+    VOID = frozenset({"meta", "input", "br", "link"})
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        assert not [value for name, value in attrs if name in ("src", "href")], "an external resource"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def page_data(page: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_heat_map_is_well_formed_and_text_is_escaped():
+    evil = "</script><script>alert(1)</script><b>"
+    a, b = capture(), capture(Model(faults={"layers.1.mlp": scaled()}))
+    for dump in (a, b):
+        dump.entries.insert(0, Entry(f"Module.{evil}.Evil.forward.0", None, {"output": [stats_of(np.ones(3, dtype=np.float32))]}))
+    result = compared(a, b, per_pass=True)
+    result.name_a = result.name_b = evil
+    page = heatmap_page(result)
+    parser = WellFormed()
+    parser.feed(page)
+    assert not parser.open and parser.scripts == 2 and "<b>" not in page
+    data = page_data(page)
+    assert data["rows"][0] == evil and "model.layers.1.mlp" in data["rows"]
+    assert data["rows"][data["first"]["row"]] == "model.layers.1.mlp" and data["first"]["column"] == 0
+    assert [column["about"] for column in data["columns"]] == ["step 1, actor_update, micro-batch 1 of 2", "step 1, actor_update, micro-batch 2 of 2"]
+
+
+def test_codes_of_errors_keep_their_order():
+    codes = [code(error) for error in (np.nan, SAME, 0.0, 1e-12, 1e-6, 1.0, 1e3, np.inf)]
+    assert codes == sorted(codes) and len(set(codes)) == len(codes)
+    assert codes[0] == NOT_CAPTURED and codes[1] == EQUAL and codes[2] == AGREES and codes[-1] == BROKEN
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three runs of two steps, two ranks and two stages: good, the same again, and one with a fault on rank 1 from step 2 on."""
+    root = tmp_path_factory.mktemp("runs")
+    for run in ("good", "again", "bad"):
+        for step in (1, 2):
+            for rank in (0, 1):
+                broken = run == "bad" and step == 2 and rank == 1
+                model = Model(faults={"layers.1.mlp": scaled()} if broken else {})
+                for stage in ("actor_compute_log_prob", "actor_update"):
+                    save(root / run / "profile", capture(model, step=step, rank=rank, stage=stage))
+            save(root / run / "profile", rollout_dump(Model(), BATCH, step=step), replica=0)
+    return root
+
+
+def precision(*arguments):
+    return RUNNER.invoke(app, ["precision", *map(str, arguments)])
+
+
+def test_the_command_names_the_fault_and_its_status_says_so(runs, tmp_path):
+    done = precision("compare", runs / "good", runs / "bad", "--html", tmp_path / "heat.html", "--json", tmp_path / "out.json")
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
+    assert done.exit_code == 1
+    assert "First divergence: model.layers.1.mlp (Mlp) in step 2, actor_compute_log_prob, micro-batch 1 of 2, forward." in said
+    assert "Only rank 1 of 2 ranks has it" in said
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["first_divergence"]["module"] == "model.layers.1.mlp" and written["first_divergence"]["ranks"] == ["rank 1"]
+    data = page_data((tmp_path / "heat.html").read_text())
+    assert [column["label"] for column in data["columns"]] == ["1", "2"] and data["first"]["column"] == 1
+    assert {(layer["stage"], layer["rank"]) for layer in data["layers"]} >= {("actor_update", "rank 0"), ("rollout_generate", "replica 0 rank 0")}
+
+
+def test_equal_runs_and_a_large_tolerance_have_status_0(runs):
+    again = precision("compare", runs / "good", runs / "again")
+    assert again.exit_code == 0 and "Bitwise equal" in again.output
+    assert precision("compare", runs / "good", runs / "bad", "--step", 1).exit_code == 0
+    assert precision("compare", runs / "good", runs / "bad", "--rank", 0).exit_code == 0
+    assert precision("compare", runs / "good", runs / "bad", "--rtol", 100).exit_code == 0
+
+
+def test_two_steps_of_a_run_compare(runs):
+    profile = runs / "bad" / "profile"
+    done = precision("compare", profile / "step_1", profile / "step_2")
+    assert done.exit_code == 1 and "step 1/2" in done.output and "model.layers.1.mlp" in done.output
+    ranks = [profile / f"step_{step}" / "actor_update" / "step0" / "rank0" for step in (1, 2)]
+    assert precision("compare", *ranks).exit_code == 0
+
+
+def test_trainer_and_rollout_of_a_run_compare(runs):
+    assert precision("compare", runs / "good", "--rollout", "--step", 1).exit_code == 0
+    broken = precision("compare", runs / "bad", "--rollout", "--step", 2)
+    assert broken.exit_code == 0, "rank 0 shows all of its tokens first, and it is healthy"
+
+
+def test_the_report_has_status_1_when_something_is_not_finite(runs, tmp_path):
+    assert precision("report", runs / "good").exit_code == 0
+    bad = save(tmp_path, capture(Model(faults={"layers.0.mlp": to_inf})))
+    done = precision("report", bad, "--json", tmp_path / "report.json")
+    assert done.exit_code == 1 and "First NaN or Inf: model.layers.0.mlp (Mlp)" in done.output
+    assert json.loads((tmp_path / "report.json").read_text())["first"]["module"] == "model.layers.0.mlp"
+
+
+def test_digests_of_two_runs(runs):
+    one = precision("digest", runs / "good")
+    assert one.exit_code == 0 and len(one.output.strip().splitlines()) == 2
+    assert precision("digest", runs / "good", runs / "again").exit_code == 0
+    other = precision("digest", runs / "good", runs / "bad")
+    assert other.exit_code == 1 and "step 2 differs, first in actor_compute_log_prob" in other.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("compare", "good"), "B"),
+        (("compare", "good", "bad", "--rollout"), "B"),
+        (("compare", "good", "nowhere"), "nowhere"),
+        (("compare", "good", "bad", "--stage", "actor_updat"), "--stage"),
+        (("compare", "good", "bad", "--step", "9"), "--step"),
+        (("report", "good", "--rank", "7"), "--rank"),
+    ],
+)
+def test_a_wrong_command_has_status_2_and_says_why(runs, arguments, field, monkeypatch, capsys):
+    from pellucid.cli.main import main
+
+    known = ("good", "bad", "nowhere")
+    monkeypatch.setattr("sys.argv", ["pellucid", "precision", *(str(runs / one) if one in known else one for one in arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2 and field in " ".join(capsys.readouterr().err.split())
+
+
+def test_json_is_plain_where_errors_are_infinite():
+    b = capture(Model(faults={"layers.0.mlp": to_inf}))
+    text = json.dumps(comparison_json(compared(capture(), b)), allow_nan=False)
+    assert json.loads(text)["first_divergence"]["error"] == "inf"
