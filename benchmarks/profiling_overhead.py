@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from common import Setup, parser, report
-from pellucid.profiler.probe import NO_PROBE
+from pellucid.profiler.probe import NO_PROBE, TokenSpans
 from pellucid.profiler.process import ProcessProfiler
 from pellucid.profiler.request import ProcessRequest, RoleRequest
 from pellucid.profiler.spans import SpanRecorder
@@ -57,7 +57,7 @@ class Step:
     def run(self, profiler: ProcessProfiler | None) -> None:
         self._number += 1
         probe = NO_PROBE if profiler is None else profiler
-        self._setup.engine._probe = self._rollout._probe = probe
+        self._setup.engine._probe = self._rollout.probe = probe
         if profiler is None:
             self._stages(None)
             return
@@ -95,9 +95,15 @@ class _Counting:
     def __init__(self) -> None:
         self.calls: Counter[Unit] = Counter()
 
-    def unit(self, unit: Unit, **args: str | int | float):
+    def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float):
         self.calls[unit] += 1
         return contextlib.nullcontext()
+
+    def forward_pass(self, spans: TokenSpans):
+        return contextlib.nullcontext()
+
+    def results(self, **tensors: torch.Tensor | None) -> None:
+        return
 
 
 def cost_of_calls(profiler: ProcessProfiler, calls: Counter[Unit], repeats: int = 2000) -> float:
@@ -155,7 +161,7 @@ def main() -> None:
                 sys.stderr.write(f"round {number + 1} of {arguments.repeats}, {arm}: {wall[arm][-1]:.1f} s\n")
         assert not said, said
         counting = _Counting()
-        setup.engine._probe = step._rollout._probe = counting
+        setup.engine._probe = step._rollout.probe = counting
         step._stages(None)
         counted = {arm: cost_of_calls(profiler, counting.calls) for arm, profiler in {"off": off, "spans": spans}.items()}
         size = sum(path.stat().st_size for path in folder.glob("*.json.gz"))

@@ -20,13 +20,17 @@ from pellucid.precision.recorder import Recorder, call_stack
 
 _SPACES = (("torch.nn.functional.", "Functional"), ("torch.Tensor.", "Tensor"), ("torch.special.", "Torch"), ("torch.", "Torch"))
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "neg", "rsub")
-_VIEWS = frozenset(
-    "view view_as reshape reshape_as transpose t permute unsqueeze squeeze expand expand_as flatten unflatten narrow split chunk "
-    "unbind select detach detach_ requires_grad_ size dim numel stride storage_offset is_floating_point is_complex is_contiguous "
-    "item tolist data_ptr type_as new_empty new_zeros empty empty_like zeros ones arange tensor as_tensor register_hook backward "
-    "retain_grad untyped_storage is_inference get_device element_size broadcast_to movedim swapaxes swapdims __len__ __bool__ "
-    "__int__ __float__ __index__ __repr__ __format__ __hash__ __reduce_ex__ __deepcopy__ __setitem__ equal allclose".split()
-)
+# fmt: off
+_VIEWS = frozenset((
+    "view", "view_as", "reshape", "reshape_as", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "expand_as",
+    "flatten", "unflatten", "narrow", "split", "chunk", "unbind", "select", "detach", "detach_", "broadcast_to", "movedim",
+    "swapaxes", "swapdims", "size", "dim", "numel", "stride", "storage_offset", "is_floating_point", "is_complex",
+    "is_contiguous", "is_inference", "item", "tolist", "data_ptr", "get_device", "element_size", "untyped_storage", "new_empty",
+    "new_zeros", "empty", "empty_like", "zeros", "ones", "arange", "tensor", "as_tensor", "register_hook", "backward",
+    "retain_grad", "requires_grad_", "equal", "allclose", "__len__", "__bool__", "__int__", "__float__", "__index__", "__repr__",
+    "__format__", "__hash__", "__reduce_ex__", "__deepcopy__",
+))
+# fmt: on
 """Calls that compute no new numbers, or none that depend on their inputs."""
 
 
