@@ -56,14 +56,13 @@ def check(config_path: str | Path, level: str | None) -> None:
         reason = f"'{config_path}' has 'load', which replaces what modules are given; the run would train on that."
         raise UserError(_CONFIG_PATH, reason, "Remove 'load' from it.")
     task, level = content.get("task") or "statistics", level or content.get("level") or "L0"
-    with _heard() as messages:
-        try:
+    try:
+        with _explained(msprobe):
             common, of_task = msprobe.CommonConfig(content), msprobe.parse_task_config(task, content)
             config = msprobe.DebuggerConfig(common, of_task, task, "set by the run", level)
             msprobe.ScopeFactory(config).build_scope()
-        except msprobe.CodedException as error:
-            reason = f"msprobe refuses '{config_path}': {'; '.join(messages) or error}."
-            raise UserError(_CONFIG_PATH, reason, "Mend the file.") from error
+    except RuntimeError as error:
+        raise UserError(_CONFIG_PATH, f"msprobe refuses '{config_path}': {error}", "Mend the file.") from error
 
 
 class MsprobeSession:
@@ -97,7 +96,8 @@ class MsprobeSession:
 
         Raises:
             UserError: the installed msprobe is not one of those known.
-            RuntimeError: a capture is open in this process, or a `PrecisionDebugger` that is not the profiler's.
+            RuntimeError: a capture is open in this process, or a `PrecisionDebugger` that is not the profiler's; or msprobe
+                cannot begin.
         """
         if not _session.acquire(blocking=False):
             raise RuntimeError("msprobe captures one stage at a time, and another's capture is open in this process")
@@ -110,7 +110,7 @@ class MsprobeSession:
             self.target = self._target(call)
             undo.enter_context(_left_as_found(msprobe, self._models, self._config))
             undo.callback(setattr, msprobe.PrecisionDebugger, "_instance", None)
-            with _without_megatron():
+            with _without_megatron(), _explained(msprobe):
                 debugger = msprobe.PrecisionDebugger(
                     config_path=str(self._config_path), dump_path=str(self._folder), level=self.level
                 )
@@ -125,13 +125,16 @@ class MsprobeSession:
         """End the capture, take msprobe out of the process and return the files.
 
         What can be written is, also of a stage that raised; and whatever goes wrong here, msprobe is taken out.
+
+        Raises:
+            OSError, RuntimeError: msprobe could not write the files.
         """
         undo, self._undo = self._undo, None
         assert undo is not None
-        with undo:
-            debugger = _internals().PrecisionDebugger
-            debugger.stop()
-            debugger.step()
+        msprobe = _internals()
+        with undo, _explained(msprobe):
+            msprobe.PrecisionDebugger.stop()
+            msprobe.PrecisionDebugger.step()
         return sorted(path for path in self.target.rglob("*") if path.is_file())
 
     def _target(self, call: int) -> Path:
@@ -204,8 +207,12 @@ def _print_log(_logger: object, level: str, message: str, **_: object) -> None:
 
 
 @contextmanager
-def _heard() -> Iterator[list[str]]:
-    """Collect the errors that msprobe logs instead of showing them: its exceptions say little, and partly in Chinese."""
+def _explained(msprobe: Any) -> Iterator[None]:
+    """Raise an exception of msprobe with what it logs: the exception itself says little, and partly in Chinese.
+
+    Raises:
+        RuntimeError: msprobe raised one.
+    """
     messages: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:
@@ -216,7 +223,9 @@ def _heard() -> Iterator[list[str]]:
 
     log.addFilter(collect)
     try:
-        yield messages
+        yield
+    except msprobe.CodedException as error:
+        raise RuntimeError("; ".join(messages) or str(error).rpartition("：")[2].strip()) from error
     finally:
         log.removeFilter(collect)
 
