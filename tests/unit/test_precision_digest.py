@@ -22,7 +22,9 @@ def entries(first: object = ONE, name: str = "Module.a.Linear.forward.0") -> lis
     ]
 
 
-def write(root: Path, content: list[Entry], stage="actor_update", step=1, call=0, rank=0, replica=None, **about) -> None:
+def write(
+    root: Path, content: list[Entry], stage="actor_update", step=1, call=0, rank=0, replica=None, **about
+) -> None:
     root = root if replica is None else root / f"rollout_replica{replica}"
     values = {"backend": "native", "level": "L0", "stage": stage, "step": step, "role": "actor", "rank": rank}
     write_dump(

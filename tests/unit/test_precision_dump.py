@@ -40,7 +40,12 @@ def capture(**about) -> StageDump:
     weight = stats(4, shape=(16,), requires_grad=True, shard=(1, 2))
     stack = ("File model.py, line 9, in forward, \n x = self.norm(x)", "File run.py, line 2, in <module>, \n model(x)")
     entries = [
-        Entry("Functional.linear.0.forward", f"{LAYER}.forward.0", {"input_args": [stats(), weight], "output": [bad]}, stack),
+        Entry(
+            "Functional.linear.0.forward",
+            f"{LAYER}.forward.0",
+            {"input_args": [stats(), weight], "output": [bad]},
+            stack,
+        ),
         Entry(
             f"{LAYER}.forward.0",
             None,
@@ -98,7 +103,13 @@ def vars_of(sums: SampleSums) -> dict[str, np.ndarray]:
 def test_leaves_have_the_paths_that_sums_name():
     entry = capture().entries[1]
     paths = [path for path, _ in leaves(entry)]
-    assert paths == ["input_args.0", "input_kwargs.mask", "input_kwargs.pair.0", "input_kwargs.pair.1.0", "output.0.hidden"]
+    assert paths == [
+        "input_args.0",
+        "input_kwargs.mask",
+        "input_kwargs.pair.0",
+        "input_kwargs.pair.1.0",
+        "output.0.hidden",
+    ]
 
 
 def test_the_files_are_as_msprobe_writes_them(tmp_path):
@@ -115,7 +126,10 @@ def test_the_files_are_as_msprobe_writes_them(tmp_path):
     tensor = content["data"]["Functional.linear.0.forward"]["input_args"][0]
     assert list(tensor)[:8] == ["type", "dtype", "shape", "Max", "Min", "Mean", "Norm", "requires_grad"]
     assert tensor["type"] == "torch.Tensor" and tensor["num_zero"] == 3 and "md5" not in tensor
-    assert '"Max":NaN' in (tmp_path / "dump.json").read_text() and '"Min":-Infinity' in (tmp_path / "dump.json").read_text()
+    assert (
+        '"Max":NaN' in (tmp_path / "dump.json").read_text()
+        and '"Min":-Infinity' in (tmp_path / "dump.json").read_text()
+    )
     parents = json.loads((tmp_path / "construct.json").read_text())
     assert parents["Functional.linear.0.forward"] == f"{LAYER}.forward.0" and parents[f"{NORM}.forward.0"] is None
     assert f"{NORM}.parameters_grad.0" not in parents
@@ -158,7 +172,12 @@ def test_what_msprobe_wrote_is_read(tmp_path):
     )
     [entry] = dump.entries
     assert entry.parent == f"{LAYER}.forward.0" and entry.stack == ("File a.py, line 1, in f, \n g()",)
-    assert entry.groups["input_kwargs"] == {"d": {"5": [1, None, None]}, "flag": False, "dtype": "torch.float32", "gone": None}
+    assert entry.groups["input_kwargs"] == {
+        "d": {"5": [1, None, None]},
+        "flag": False,
+        "dtype": "torch.float32",
+        "gone": None,
+    }
     ids = entry.groups["input_args"][0]
     assert (ids.min, ids.max, ids.checksum, ids.num_nan) == (1.0, 30.0, "5537ff01", None) and math.isnan(ids.mean)
     output = entry.groups["output"][0]
@@ -178,7 +197,8 @@ def test_msprobes_files_are_whole_with_a_capture_json_beside_them(tmp_path):
     about = About(backend="msprobe", level="L0", stage="actor_update", step=2, role="actor")
     write_about(folder, about)
     assert read_dump(folder).about == read_about(folder) == about
-    [ref] = find_dumps(folder)
+    folder_of(tmp_path, 9, "my_copy").parent.mkdir(parents=True)
+    [ref] = find_dumps(folder.rename(folder_of(tmp_path, 9, "my_copy")))  # whatever the path seems to say
     assert (ref.step, ref.stage, ref.rank, ref.replica) == (2, "actor_update", 0, None)
 
 
@@ -213,9 +233,9 @@ def test_writing_again_takes_the_mark_of_wholeness_away_first(tmp_path, monkeypa
         ("stack.json", lambda _: b'{"0": 1}', "is torn"),
         ("samples.npz", lambda data: data[: len(data) // 2], "is torn"),
         ("samples.npz", lambda _: b"", "is torn"),
-        ("capture.json", lambda data: data.replace(b'"version":1', b'"version":2').replace(b'"version": 1', b'"version": 2'),
-         "version 2"),
+        ("capture.json", lambda data: data.replace(b'"version": 1', b'"version": 2'), "version 2"),
         ("capture.json", lambda data: data.replace(b'"step"', b'"stop"'), "stop"),
+        ("capture.json", lambda data: data.replace(b'"actor_update"', b'"actor_up"'), "'actor_up' is not a valid Stage"),
     ],
 )  # fmt: skip
 def test_torn_and_foreign_files_are_named(tmp_path, name, damage, told):
@@ -256,29 +276,36 @@ def test_captures_are_found_from_every_folder_above_them(tmp_path):
         folder_of(saved, 2, "actor_update", 1, 0),
         folder_of(saved, 2, "actor_update", 0, 10),
         folder_of(saved, 2, "actor_update", 0, 2),
-        folder_of(saved / "rollout_replica1", 2, "rollout_generate", 0, 0),
-        folder_of(saved / "rollout_replica0", 2, "rollout_generate", 0, 0),
-        folder_of(saved, 2, "not_a_stage", 0, 0),
+        folder_of(saved / "rollout_replica10", 2, "rollout_generate", 0, 0),
+        folder_of(saved / "rollout_replica2", 2, "rollout_generate", 0, 0),
     ]
-    for place in places[:-1]:
-        write_dump(place, StageDump(About(backend="native", level="L0", stage="x", step=0, role="actor"), []))
-    places[-1].mkdir(parents=True)
+    for place in places:
+        write_dump(place, StageDump(About(backend="native", level="L0", stage="reward", step=0, role="actor"), []))
     refs = find_dumps(tmp_path)
     assert [ref.folder for ref in refs] == [places[index] for index in (6, 5, 1, 4, 3, 2, 0)]
-    assert [ref.replica for ref in refs[:3]] == [0, 1, None] and refs[3].rank == 2 and refs[5].call == 1
+    assert [ref.replica for ref in refs[:3]] == [2, 10, None] and refs[3].rank == 2 and refs[5].call == 1
     assert find_dumps(saved) == refs
     assert find_dumps(saved / "step_2") == refs[2:6]
     assert find_dumps(saved / "step_2" / "actor_update") == refs[3:6]
     assert find_dumps(saved / "step_2" / "actor_update" / "step0") == refs[3:5]
     assert find_dumps(places[1]) == [refs[2]]
-    assert find_dumps(saved / "rollout_replica1") == [refs[1]]
+    assert find_dumps(saved / "rollout_replica10") == [refs[1]]
 
 
 def test_captures_elsewhere_are_found_through_the_manifest(tmp_path):
     run, elsewhere, others = tmp_path / "run", folder_of(tmp_path / "saved"), folder_of(tmp_path / "saved", step=4)
     for folder in (elsewhere, others):
         write_dump(folder, capture())
-    of = {"bytes": 1, "role": "actor", "stage": "actor_update", "step": 3, "rank": 1, "num_ranks": 2, "pid": 1, "process": "p"}
+    of = {
+        "bytes": 1,
+        "role": "actor",
+        "stage": "actor_update",
+        "step": 3,
+        "rank": 1,
+        "num_ranks": 2,
+        "pid": 1,
+        "process": "p",
+    }
     files = [ProfileFile(str(path), tool="precision_debugger", **of) for path in sorted(elsewhere.iterdir())]
     (run / "profile").mkdir(parents=True)
     Manifest(files=files).write(run / "profile")
@@ -298,7 +325,9 @@ def test_msprobes_own_compare_reads_captures(tmp_path):
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0 and "msprobe compare ends successfully" in said, said
-    complaints = [line for line in said.splitlines() if ("[ERROR]" in line or "[WARNING]" in line) and "CANN" not in line]
+    complaints = [
+        line for line in said.splitlines() if ("[ERROR]" in line or "[WARNING]" in line) and "CANN" not in line
+    ]
     assert not complaints
     [result] = (tmp_path / "out").glob("compare_result_*.csv")
     with result.open(encoding="utf-8-sig") as file:

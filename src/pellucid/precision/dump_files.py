@@ -275,6 +275,7 @@ def _stack_of(content: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 def _about_from(content: dict[str, Any]) -> About:
     if content["version"] != VERSION:
         raise ValueError(f"version {content['version']}, and {VERSION} is read")
+    content["stage"] = str(Stage(content["stage"]))
     samples = content.pop("samples")
     passes = [
         Pass(one["unit"], [TokenSpan(samples[sample], *place) for sample, *place in one["spans"]])
