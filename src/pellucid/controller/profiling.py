@@ -341,7 +341,7 @@ def _wanted(
         yield request.group, None, whole
     for name, role in request.roles.items():
         for stage in stages_of(name):
-            if stage in role.windows or (role.discrete and stage in ran):
+            if role.captures(stage) and (stage in role.windows or stage in ran):
                 yield name, stage, role
 
 
