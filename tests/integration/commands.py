@@ -19,8 +19,16 @@ from pathlib import Path
 import numpy as np
 
 MAIN = "from pellucid.cli.main import main; main()"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "500", "HF_HUB_OFFLINE": "1"}
-TIMEOUT_S = 120.0
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "500",
+    "HF_HUB_OFFLINE": "1",
+    # Ray's own processes otherwise wait a minute for their server before they follow it.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+}
+TIMEOUT_S = 240.0
+AFTERWARDS_S = 30.0
+"""How long what follows from the end of a command may take."""
 
 
 @dataclass
@@ -64,7 +72,7 @@ class Command:
     def wait(self) -> Done:
         """Wait for the end."""
         try:
-            wait_for(lambda: self.poll() is not None, self)
+            wait_for(lambda: self.poll() is not None, self, every_s=0.02)
         except BaseException:
             self.signal(signal.SIGKILL)
             raise
@@ -72,12 +80,18 @@ class Command:
         return Done(self._status, self.output)
 
 
-def wait_for(condition: Callable[[], object], command: Command) -> None:
-    """Wait until `condition` holds, looking about a thousand times a second."""
+def wait_for(condition: Callable[[], object], command: Command, every_s: float = 0.005) -> None:
+    """Wait until `condition` holds; once the command has ended, not for long."""
     deadline = time.monotonic() + TIMEOUT_S
+    ended, next_look = False, 0.0
     while not condition():
-        assert time.monotonic() < deadline, f"waited for {TIMEOUT_S:.0f} s; the output so far:\n{command.output}"
-        time.sleep(0.001)
+        now = time.monotonic()
+        assert now < deadline, f"waited for it in vain; the command's status is {command.poll()}, its output:\n{command.output}"
+        if not ended and now >= next_look:
+            ended, next_look = command.poll() is not None, now + 0.5
+            if ended:
+                deadline = min(deadline, now + AFTERWARDS_S)
+        time.sleep(every_s)
 
 
 class Server:

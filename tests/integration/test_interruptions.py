@@ -49,7 +49,7 @@ def test_killed_at_random_moments(finished, work):
 def test_killed_while_a_checkpoint_is_written(finished, work):
     for _ in range(10):
         command = work.start("train", work.recipe)
-        wait_for(lambda command=command: half_written_checkpoint(work) or command.poll() is not None, command)
+        wait_for(lambda command=command: half_written_checkpoint(work) or command.poll() is not None, command, every_s=0.001)
         command.signal(signal.SIGKILL)
         command.wait()
         if half_written_checkpoint(work):
