@@ -23,7 +23,7 @@ from pellucid.profiler.nsys_watch import HUNG_S, HungWatch, end, nsys_tree, run_
 from pellucid.profiler.tools.base import Capture, free_path
 
 REPORT, UNCONVERTED = ".nsys-rep", ".qdstrm"
-EXPORT_S, CONVERT_S, POLL_S = 600.0, 600.0, 0.1
+EXPORT_S, CONVERT_S, POLL_S = 600.0, 600.0, 0.25
 """How long an nsys that works may take to write its files once a process has ended, and to convert one."""
 _NOTES, _STATUS = ".captures", ".status"
 _numbers = count(1)
@@ -185,7 +185,7 @@ def _all_there(folder: Path, notes: dict[tuple[str, int], dict[str, Any]]) -> bo
         return {path.name: path.stat().st_size for path in folder.iterdir() if path.suffix in (REPORT, UNCONVERTED)}
 
     before = sizes()
-    time.sleep(10 * POLL_S)
+    time.sleep(4 * POLL_S)
     stems = {stem for stem, _ in notes}
     return before == sizes() and all(any(name.startswith(f"{stem}.") for name in before) for stem in stems)
 
