@@ -26,9 +26,9 @@ MAY_IMPORT = {
     "reward": {"errors", "types", "plugins", "tasks"},
     "metrics": {"errors", "console", "rundir"},
     "training": {"errors", "types", "background", "stages", "profiler.probe", "precision"},
-    "roles": {"errors", "types", "seeding", "training", "algo", "config.schema"},
+    "roles": {"errors", "types", "seeding", "training", "algo", "config.schema", "precision"},
     # training: the native engine runs on the actor's own model
-    "rollout": {"errors", "types", "seeding", "training", "stages", "profiler.probe", "profiler.tools"},
+    "rollout": {"errors", "types", "seeding", "training", "stages", "profiler.probe", "profiler.tools", "precision"},
     "controller": BASE | ROOMS_BELOW_CLI,
     "doctor": BASE | ROOMS_BELOW_CLI,
     "cli": BASE | ROOMS_BELOW_CLI | {"doctor"},

@@ -189,6 +189,8 @@ class Compute:
     """Give the ranks as many tokens each, rather than as many samples."""
     probe: Probe = NO_PROBE
     """What the engines tell of the units of their work."""
+    nan_sentinel: bool = False
+    """Let the engines watch their passes for NaN and Inf."""
 
     def spreads(self, fsdp: FsdpConfig | RefFsdpConfig) -> bool:
         """Return whether a model is taken apart: over several ranks, or between a device and the CPU's memory."""
@@ -345,6 +347,7 @@ def make_rollout_engine(
         max_num_seqs=section.max_num_seqs,
         max_num_batched_tokens=section.max_num_batched_tokens,
         probe=probe,
+        nan_sentinel=config.trainer.nan_sentinel,
     )
 
 
@@ -477,6 +480,7 @@ def _make_engine(
         without_adapters=without_adapters,
         balance_ranks=compute.balance_ranks,
         probe=compute.probe,
+        nan_sentinel=compute.nan_sentinel,
     )
 
 

@@ -72,7 +72,9 @@ class Locator:
         self._places = places(models)
         self._handles: list[Any] = []
         self._operators = _Operators(self)
-        self._unit, self._index, self._events = "", 0, 0
+        self.num_passes = 0
+        """That have begun."""
+        self._unit, self._events = "", 0
         self._spans: Callable[[], Sequence[TokenSpan]] = tuple
         self._token_ids: torch.Tensor | None = None
         """[1, N] or [B, L], as the model was given them."""
@@ -93,8 +95,6 @@ class Locator:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self.finding is not None and self.finding.unit and kind is None:
-            self.finding.num_units = self._index
 
     @property
     def _looks(self) -> bool:
@@ -108,7 +108,7 @@ class Locator:
             spans: whose tokens lie where on its flattened token axis.
         """
         self._unit, self._events = unit, 0
-        self._index += 1
+        self.num_passes += 1
         self._spans, self._token_ids = spans, None
         self._calls, self._ranges = [], []
 
@@ -281,8 +281,8 @@ class Locator:
             tensor.numel(),
             tokens,
             self._unit,
-            self._index,
-            order=self._index * _UNITS_APART + self._events,
+            self.num_passes,
+            order=self.num_passes * _UNITS_APART + self._events,
         )
 
     def _tokens_of(self, tensor: torch.Tensor) -> list[BadTokens]:

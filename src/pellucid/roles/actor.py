@@ -4,7 +4,6 @@ Takes a `Batch` with advantages from the loop; returns metrics. Each mini-batch 
 """
 
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 
@@ -23,7 +22,7 @@ from pellucid.roles.base import Role
 from pellucid.roles.mini_batches import mini_batches, on_rows, response_width, update_each
 from pellucid.training.common.heads import LogProbHead, ReferenceModel
 from pellucid.training.common.packing import sequences_of
-from pellucid.training.protocol import Progress, TokenScores, TrainingEngine, UpdateResult
+from pellucid.training.protocol import MiniBatch, Progress, TokenScores, TrainingEngine, UpdateResult
 from pellucid.types import Batch
 
 
@@ -97,19 +96,30 @@ class Actor(Role):
             stream=("actor_shuffle", step) if self._config.shuffle else None,
             seed=self._settings.seed,
         )
-        numbered = count()
-        return update_each(
-            cut, lambda rows: self._update_mini_batch(batch, rows, (step, next(numbered)), on_done), "actor"
+        return update_each(cut, lambda part: self._update_mini_batch(batch, part, step, on_done), "actor", batch)
+
+    def repeat_update(self, batch: Batch, mini_batch: MiniBatch, *, step: int) -> None:
+        """Take one of the optimizer steps of `update` alone.
+
+        Raises:
+            NonFiniteError: as `update` does.
+        """
+        update_each(
+            iter([mini_batch.rows]),
+            lambda part: self._update_mini_batch(batch, MiniBatch(part.rows, mini_batch.number), step, None),
+            "actor",
+            batch,
         )
 
     def _update_mini_batch(
-        self, whole: Batch, rows: list[int], at: tuple[int, int], on_done: Progress | None
+        self, whole: Batch, mini_batch: MiniBatch, step: int, on_done: Progress | None
     ) -> dict[str, float]:
+        rows = mini_batch.rows
         batch = whole.select(rows)
         # Loss terms are laid out over the mini-batch's own longest response, as the engine's [B, T] results are.
         width = response_width(batch)
         weights = aggregation_weights(batch.mask, self._config.loss_agg_mode, self._scale_factor)[:, :width]
-        selected = self._select(batch, width, at)
+        selected = self._select(batch, width, (step, mini_batch.number))
 
         def loss(micro: list[int], scores: TokenScores) -> torch.Tensor:
             terms, _ = self._token_losses(batch, micro, width, scores, selected)

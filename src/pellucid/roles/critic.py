@@ -3,6 +3,8 @@
 Takes a `Batch` from the loop: fills in `values` before the advantages, and is updated on `returns` after them.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from pellucid.algo.aggregation import aggregation_weights
@@ -12,7 +14,7 @@ from pellucid.roles.base import Role
 from pellucid.roles.mini_batches import mini_batches, on_rows, response_width, update_each
 from pellucid.training.common.heads import ValueHead
 from pellucid.training.common.packing import sequences_of
-from pellucid.training.protocol import Progress, TokenScores, TrainingEngine
+from pellucid.training.protocol import MiniBatch, Progress, TokenScores, TrainingEngine
 from pellucid.types import Batch
 
 
@@ -50,7 +52,16 @@ class Critic(Role):
             stream=("critic_shuffle", step) if self._config.shuffle else None,
             seed=self._seed,
         )
-        return update_each(cut, lambda rows: self._update_mini_batch(batch.select(rows), on_done), "critic")
+        return self._update_each(cut, batch, on_done)
+
+    def repeat_update(self, batch: Batch, mini_batch: MiniBatch, *, step: int) -> None:
+        """See `Actor.repeat_update`."""
+        self._update_each(iter([mini_batch.rows]), batch, None)
+
+    def _update_each(self, cut: Iterator[list[int]], batch: Batch, on_done: Progress | None) -> dict[str, float]:
+        return update_each(
+            cut, lambda part: self._update_mini_batch(batch.select(part.rows), on_done), "critic", batch
+        )
 
     def _update_mini_batch(self, batch: Batch, on_done: Progress | None) -> dict[str, float]:
         width = response_width(batch)

@@ -4,11 +4,16 @@ The actor and the critic use the same cut; shuffled orders come from streams of 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from pellucid import seeding
-from pellucid.training.protocol import NonFiniteError
+from pellucid.precision.finding import LOSS, Finding
+from pellucid.precision.locate import kinds_of_bad
+from pellucid.training.common.packing import sequences_of
+from pellucid.training.protocol import MiniBatch, NonFiniteError
+from pellucid.training.watch import response_tokens
 from pellucid.types import Batch
 
 
@@ -42,23 +47,46 @@ def mini_batches(
 
 
 def update_each(
-    rows_of_each: Iterator[list[int]], update: Callable[[list[int]], dict[str, float]], role: str
+    rows_of_each: Iterator[list[int]], update: Callable[[MiniBatch], dict[str, float]], role: str, batch: Batch
 ) -> dict[str, float]:
-    """Call `update` with each mini-batch's rows and return each metric's mean over the mini-batches that have it.
+    """Call `update` with each mini-batch and return each metric's mean over the mini-batches that have it.
 
     Raises:
         NonFiniteError: with the quantity under the role's name and rows counted in the batch; optimizer steps before the
             failing one stay applied.
     """
     per_step: list[dict[str, float]] = []
-    for rows in rows_of_each:
+    for number, rows in enumerate(rows_of_each):
         try:
-            per_step.append(update(rows))
+            per_step.append(update(MiniBatch(rows, number)))
         except NonFiniteError as error:
-            raise NonFiniteError(f"{role}/{error.quantity}", error.value, [rows[row] for row in error.rows]) from error
+            finding = error.finding and with_loss_input(error.finding, batch.select(rows))
+            in_batch = [rows[row] for row in error.rows]
+            raise NonFiniteError(f"{role}/{error.quantity}", error.value, in_batch, finding, MiniBatch(rows, number)) from error
     names = dict.fromkeys(name for metrics in per_step for name in metrics)
     values = {name: [metrics[name] for metrics in per_step if name in metrics] for name in names}
     return {name: sum(of_each) / len(of_each) for name, of_each in values.items()}
+
+
+def with_loss_input(finding: Finding, batch: Batch) -> Finding:
+    """Return a finding in the loss with the name of the tensor of the mini-batch that brought it in, if one did."""
+    if finding.place != LOSS or finding.direction != "forward":
+        return finding
+    for name, tensor in batch.tensors().items():
+        # In bypass mode log-probs that no update has computed yet are NaN on purpose.
+        if not tensor.is_floating_point() or name == "training_logp" or torch.isfinite(tensor).all():
+            continue
+        bad = ~torch.isfinite(tensor)
+        tokens = [
+            response_tokens(sequence, columns)
+            for sequence, row in zip(sequences_of(batch.rollouts), bad.flatten(1) if bad.dim() > 1 else bad[:, None])
+            if (columns := row[: len(sequence.response_ids)].nonzero()[:, 0].tolist())
+        ]
+        cause = f"the head's results are finite, the batch's {name} are not"
+        return replace(
+            finding, cause=cause, what=kinds_of_bad([tensor]), tokens=tokens, num_bad=int(bad.sum()), num_values=bad.numel()
+        )
+    return finding
 
 
 def response_width(batch: Batch) -> int:

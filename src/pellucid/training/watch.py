@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from pellucid.precision.finding import LOSS, MAX_SHOWN, BadTokens, Finding
 from pellucid.precision.locate import Locator, locate_weights
 from pellucid.precision.sentinel import Flag, Flags
+from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import output_head
 from pellucid.training.common.packing import ModelInput, TokenSequence, packed_spans, padded_spans
 from pellucid.training.protocol import LossFunction, NonFiniteError, Progress, TokenHead, TokenScores, UpdateResult
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from pellucid.training.sharding import Sharding
 
 OUTPUT, WEIGHTS = "the output of a module", "norm of the updated weights"
-_NOT_REPRODUCED = (
-    "the same passes, repeated at once, gave finite numbers: it is not reproducible (hardware that fails, or a race), and the module is "
-    "the first whose flag was raised"
-)
+_NOT_REPRODUCED = "the same passes, repeated at once, gave finite numbers: it is not reproducible (failing hardware, or a race)"
+_FIRST_FLAG = ", and this is the first module whose flag was raised"
 _LAST = 2**62
 
 
@@ -112,16 +111,26 @@ class NanWatch:
         Collective: every rank calls it. `known` says that something beside a flag is not finite.
         """
         engine = self._engine
-        locator = Locator({"": engine.model})
+        models: dict[str, torch.nn.Module] = {"": engine.model}
+        if isinstance(work.head, LogProbHead) and work.head.reference is not None:
+            models |= {"reference: ": module for module in work.head.reference.modules if module is not engine.model}
+        locator = Locator(models)
         engine.model.train(work.loss is not None)
         with torch.set_grad_enabled(work.loss is not None), locator:
             self._repeat(work, locator)
+        if locator.finding is not None and locator.finding.unit:
+            locator.finding.num_units = locator.num_passes
         finding = earliest(locator.finding, engine.sharding)
         if finding is not None:
             return finding
         if not known and any_rank(locator.sums_overflow, engine.sharding):
             return None
-        return _of_flag(flag, engine.sharding)
+        return self._unexplained(flag)
+
+    def _unexplained(self, flag: Flag | None) -> Finding:
+        """Return the finding of the first flag of any rank."""
+        sharding = self._engine.sharding
+        return earliest(None if flag is None else unexplained(flag, "micro-batch"), sharding) or unexplained(None, "")
 
     def _repeat(self, work: _Work, locator: Locator) -> None:
         engine, sequences = self._engine, work.sequences
@@ -164,7 +173,7 @@ class NanWatch:
         optimizer, sharding = self._engine.optimizer, self._engine.sharding
         assert optimizer is not None
         lr = optimizer.schedule.lr_at(optimizer.num_steps - 1)
-        return earliest(locate_weights(optimizer.weights(), optimizer.moments(), lr), sharding) or _of_flag(None, sharding)
+        return earliest(locate_weights(optimizer.weights(), optimizer.moments(), lr), sharding) or unexplained(None, "")
 
 
 def any_rank(here: bool, sharding: "Sharding | None") -> bool:
@@ -182,18 +191,22 @@ def earliest(finding: Finding | None, sharding: "Sharding | None") -> Finding | 
     return sharding.first(mine)
 
 
-def _of_flag(flag: Flag | None, sharding: "Sharding | None") -> Finding:
-    """Return the finding of a flag that no repetition explains; with none, one that says as much."""
-    place, unit = (("an unknown place", ""), 0) if flag is None else (flag.place, flag.unit)
-    own = Finding(*place, "forward", "NaN or Inf", _NOT_REPRODUCED, reproduced=False)
-    if flag is not None:
-        own.unit, own.index, own.order = "micro-batch", unit, unit
-    found = earliest(None if flag is None else own, sharding)
-    return own if found is None else found
+def unexplained(flag: Flag | None, unit: str) -> Finding:
+    """Return the finding of a flag that the repetition does not explain; without one it names no module."""
+    if flag is None:
+        return Finding("an unknown place", "", "forward", "NaN or Inf", _NOT_REPRODUCED, reproduced=False)
+    finding = Finding(*flag.place, "forward", "NaN or Inf", _NOT_REPRODUCED + _FIRST_FLAG, reproduced=False)
+    finding.unit, finding.index, finding.order = unit, flag.unit, flag.unit
+    return finding
+
+
+def value_of(finding: Finding) -> float:
+    """Return NaN or Inf, whichever was found."""
+    return math.inf if finding.what == "Inf" else math.nan
 
 
 def _failure(finding: Finding, rows: list[int]) -> NonFiniteError:
-    return NonFiniteError(OUTPUT, math.inf if finding.what == "Inf" else math.nan, rows, finding)
+    return NonFiniteError(OUTPUT, value_of(finding), rows, finding)
 
 
 def _scattered(inputs: ModelInput, num_rows: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -65,7 +65,7 @@ class LocalPlacement:
         devices.keep_freed_memory()
         self._device = devices.choose_device(config.trainer.device)
         self._dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
-        compute = Compute(self._device, self._dtype, probe=profiler)
+        compute = Compute(self._device, self._dtype, probe=profiler, nan_sentinel=config.trainer.nan_sentinel)
         self.roles = make_roles(config, needed_roles(config), tokenizer, policy_loss, compute, total_steps)
         profiler.models_of = self.roles.modules_of
         if self.roles.rollout is not None:

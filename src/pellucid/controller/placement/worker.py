@@ -187,7 +187,12 @@ class RankWorker:
         """Load the models of the pool's roles and take this rank's shards of them."""
         spec, config = self._spec, self._spec.config
         compute = Compute(
-            self._device, self._dtype, spec.num_ranks, config.trainer.balance_batch, probe=self._profiler
+            self._device,
+            self._dtype,
+            spec.num_ranks,
+            config.trainer.balance_batch,
+            probe=self._profiler,
+            nan_sentinel=config.trainer.nan_sentinel,
         )
         tokenizer = run_tokenizer(config)
         with self._spans.span("make_roles"):

@@ -20,6 +20,7 @@ from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAtten
 from pellucid.rollout.native.gathered import GatheredPolicy, SampledPolicy
 from pellucid.rollout.native.packed_linear import packed_linears, packing_pays
 from pellucid.rollout.native.sampling import draw_tokens
+from pellucid.rollout.native.watch import layer_flags, watched_generate
 from pellucid.rollout.protocol import Progress, SamplingParams
 from pellucid.stages import Unit
 from pellucid.training.common.models import decode, output_head
@@ -51,6 +52,7 @@ class NativeRolloutEngine:
         max_num_batched_tokens: prompt tokens prefilled at a time.
         seed: the run's seed.
         probe: hears of decoding steps.
+        nan_sentinel: watch every pass for NaN and Inf, and find out where they began.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class NativeRolloutEngine:
         max_num_batched_tokens: int,
         seed: int,
         probe: Probe = NO_PROBE,
+        nan_sentinel: bool = False,
     ) -> None:
         self.policy, self._tokenizer, self._eos = policy, tokenizer, frozenset(eos_token_ids)
         self.dtype = policy.dtype
@@ -70,6 +73,7 @@ class NativeRolloutEngine:
         self._active: _Generation | None = None
         self.probe = probe
         self._max_num_seqs, self._max_prefill_tokens, self._seed = max_num_seqs, max_num_batched_tokens, seed
+        self._flags = layer_flags(self) if nan_sentinel else None
 
     def capture_tool(self, tool: Tool) -> Tool:
         """See `RolloutEngine.capture_tool`: this engine runs where the tool does."""
@@ -94,7 +98,20 @@ class NativeRolloutEngine:
         stream: tuple[str | int, ...],
         on_done: Progress | None = None,
     ) -> list[Rollout]:
-        """See `RolloutEngine.generate`."""
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            NonFiniteError: the logits of a row hold NaN or +Inf; with the sentinel, anything else in a pass does.
+        """
+        if self._flags is None:
+            return self._generate(prompts, params, stream, on_done)
+        return watched_generate(
+            self, self._flags, lambda engine, done: engine._generate(prompts, params, stream, done), on_done
+        )
+
+    def _generate(
+        self, prompts: list[Prompt], params: SamplingParams, stream: tuple[str | int, ...], on_done: Progress | None
+    ) -> list[Rollout]:
         self._active = run = _Generation(self, prompts, params, stream)
         rows = min(self._max_num_seqs, len(prompts) * params.n)
         self.policy.model.eval()

@@ -4,12 +4,15 @@ Decoding cannot run on shards: ranks sample different prompts at different speed
 """
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from pellucid.training.fsdp import FsdpEngine
+
+if TYPE_CHECKING:
+    from pellucid.training.sharding import Sharding
 
 
 class SampledPolicy(Protocol):
@@ -19,6 +22,8 @@ class SampledPolicy(Protocol):
     device: torch.device
     dtype: torch.dtype
     version: int
+    sharding: "Sharding | None"
+    """Where the weights are spread over ranks: those which sample together."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model computes."""
@@ -31,15 +36,14 @@ class GatheredPolicy:
     def __init__(self, engine: FsdpEngine, model: PreTrainedModel) -> None:
         """Take over `model`, a plain copy of the weights that `engine` holds sharded at this moment."""
         self._engine, self.model, self.device, self.dtype = engine, model.requires_grad_(False), engine.device, engine.dtype
-        self.version = engine.version
+        self.version, self.sharding = engine.version, engine.sharding
 
     def sync(self) -> None:
         """Gather the current weights from all ranks into the copy. Collective: every rank calls it."""
         from pellucid.training.checkpoint import gather_into
 
-        sharding = self._engine.sharding
-        assert sharding is not None
-        gather_into(sharding, self.model)
+        assert self.sharding is not None
+        gather_into(self.sharding, self.model)
         self.version = self._engine.version
 
     def autocast(self) -> AbstractContextManager[object]:

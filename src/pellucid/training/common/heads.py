@@ -18,6 +18,11 @@ from pellucid.training.protocol import TokenScores
 class ReferenceModel(Protocol):
     """A frozen model that can be run on a micro-batch of the policy's tokens; a training engine is one."""
 
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """See `TrainingEngine.modules`."""
+        ...
+
     def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
         """Return the final hidden states [M, H] that predict the response tokens, without gradient."""
         ...
