@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,27 @@ def test_tools_of_a_profile_are_tried(tmp_path):
     assert found.status == "warning" and "torch_npu" in found.found
     [found] = software.check_profilers(config(tmp_path, *asked, "global_profiler.tool=npu", "global_profiler.strict=true"))
     assert found.status == "problem"
+
+
+def test_backends_of_the_precision_debugger_are_tried(tmp_path, monkeypatch):
+    block = "global_profiler.global_tool_config.precision_debugger"
+    asked = ["global_profiler.steps=[1]", "actor_rollout_ref.actor.profiler.enable=true", "actor_rollout_ref.actor.profiler.ranks=[0]"]
+    asked += ["global_profiler.tool=precision_debugger", "trainer.device=cpu"]
+    native, what = "of actor, ref, rollout, backend native at level L0", "profiling with precision_debugger"
+    monkeypatch.setattr(software, "is_installed", lambda module: True)
+    assert list(software.check_profilers(config(tmp_path, *asked))) == [Finding(what, native)]
+    monkeypatch.setattr(software, "is_installed", lambda module: module != "numba")
+    [found] = software.check_profilers(config(tmp_path, *asked))
+    assert found.status == "warning" and "without numba" in found.found and "pellucid[precision]" in found.remedy
+    (tmp_path / "msprobe.json").write_text('{"task": "statistics", "level": "mix"}')
+    asked += [f"{block}.backend=msprobe", f"{block}.config_path={tmp_path / 'msprobe.json'}"]
+    [found] = software.check_profilers(config(tmp_path, *asked, f"{block}.strict=true"))
+    if find_spec("msprobe") is None:
+        assert found.status == "problem" and "mindstudio-probe" in found.found and "pellucid[msprobe]" in found.remedy
+        [found] = software.check_profilers(config(tmp_path, *asked))
+        assert found.status == "warning"
+    else:
+        assert found == Finding(what, "of actor, ref, rollout, backend msprobe at level mix")
 
 
 def test_limits_of_version_2_are_those_of_the_group_and_the_groups_around_it(tmp_path):

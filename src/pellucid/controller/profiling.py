@@ -89,12 +89,12 @@ def _request(
         device=device,
         continuous=profiler.profile_continuous_steps,
         max_bytes=profiler.max_bytes,
-        strict=_is_strict(config, {role.tool for role in roles.values()}),
+        strict=is_strict(config, {role.tool for role in roles.values()}),
         global_options=profiler.global_tool_config,
     )
 
 
-def _is_strict(config: RunConfig, tools: Collection[str | None]) -> bool:
+def is_strict(config: RunConfig, tools: Collection[str | None]) -> bool:
     """Return whether a failure of these tools ends the run."""
     profiler = config.global_profiler
     return profiler.strict or (PRECISION_DEBUGGER in tools and profiler.global_tool_config.precision_debugger.strict)
@@ -151,7 +151,7 @@ def check_tools(config: RunConfig) -> tuple[RunConfig, list[ProfileFailure]]:
     if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
         return config, failures
     unusable = unusable_tools(config)
-    if unusable and _is_strict(config, {config.profilers[name].tool for name in unusable}):
+    if unusable and is_strict(config, {config.profilers[name].tool for name in unusable}):
         raise next(iter(unusable.values()))
     for why in dict.fromkeys(map(str, unusable.values())):
         roles = [name for name, error in unusable.items() if str(error) == why]

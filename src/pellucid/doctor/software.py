@@ -126,7 +126,7 @@ def check_torch_build(device: str) -> Finding:
 
 def check_profilers(config: RunConfig) -> Iterator[Finding]:
     """Check that the profiling tools that a recipe asks for work on this machine; a run goes on without one that does not."""
-    from pellucid.controller.profiling import unusable_tools
+    from pellucid.controller.profiling import PRECISION_DEBUGGER, is_strict, unusable_tools
 
     unusable, roles_of = unusable_tools(config), dict[str, list[str]]()
     for name, section in config.profilers.items():
@@ -134,11 +134,26 @@ def check_profilers(config: RunConfig) -> Iterator[Finding]:
             roles_of.setdefault(section.tool, []).append(name)
     for tool, roles in roles_of.items():
         what, error = f"profiling with {tool}", next((unusable[name] for name in roles if name in unusable), None)
-        if error is None:
-            yield Finding(what, f"of {', '.join(roles)}")
-        else:
-            status: Status = "problem" if config.global_profiler.strict else "warning"
+        if error is not None:
+            status: Status = "problem" if is_strict(config, {tool}) else "warning"
             yield Finding(what, error.reason, status, error.remedy)
+        elif tool == PRECISION_DEBUGGER:
+            yield _check_precision(config, what, roles)
+        else:
+            yield Finding(what, f"of {', '.join(roles)}")
+
+
+def _check_precision(config: RunConfig, what: str, roles: list[str]) -> Finding:
+    """Name the backend of the precision debugger, which works, and what would make it faster."""
+    from pellucid.devices import choose_device
+
+    settings = config.global_profiler.global_tool_config.precision_debugger
+    found = f"of {', '.join(roles)}, backend {settings.backend} at level {settings.level or 'L0'}"
+    on_cpu = choose_device(config.trainer.device).type == "cpu"
+    if settings.backend == "native" and on_cpu and not is_installed("numba"):
+        remedy = "pip install 'pellucid[precision]'"
+        return Finding(what, f"{found}: without numba it takes several times as long on a CPU", "warning", remedy)
+    return Finding(what, found)
 
 
 def _unsupported_gpus() -> str:
