@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pellucid.precision.dump import About, Entry, StageDump
 from pellucid.precision.dump_files import write_dump
@@ -80,6 +81,8 @@ class NativeSession:
         self._stacks: dict[str, tuple[str, ...]] = {}
         self._parameters: dict[str, dict[str, Leaf]] = {}
         """Of each module that has its own, as of the last optimizer step."""
+        self._used: dict[str, dict[str, Leaf]] = {}
+        """Gradients of each module's own parameters as the optimizer used them."""
         self._owners: list[tuple[str, torch.nn.Module]] = []
         self._first_pass = 0
         """Of the mini-batch in hand."""
@@ -102,6 +105,7 @@ class NativeSession:
                 self._owners.append((prefix, module))
             if self._with_modules:
                 self._watch(prefix, module)
+        self._handles.append(register_optimizer_step_pre_hook(self._guarded(self._before_step)))
         if self._operators is not None:
             self._operators.__enter__()
 
@@ -130,22 +134,25 @@ class NativeSession:
                 self._handles.append(tensor.register_hook(self._guarded(partial(hook, name))))
 
     def end_mini_batch(self) -> None:
-        """The optimizer has made its step: measure the gradients that it used and the weights that it made."""
+        """The optimizer has made its step: measure the weights that it made, beside the gradients that it used."""
         index = len(self._about.mini_batches)
         self._about.mini_batches.append(self._first_pass)
         self._first_pass = len(self._recorder.passes)
-        gradients = {
-            prefix: {
-                name: self._part(parameter.grad, whole=False)
-                for name, parameter in module.named_parameters(recurse=False)
-                if parameter.grad is not None
-            }
-            for prefix, module in self._owners
-        }
         self._measure_parameters()
         for prefix, _ in self._owners:
-            groups = {"input": [gradients[prefix]], "output": [self._parameters[prefix]]}
+            groups = {"input": [self._used.get(prefix, {})], "output": [self._parameters[prefix]]}
             self._recorder.add(Entry(f"{prefix}.optimizer.{index}", None, groups))
+        self._used.clear()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """The optimizer is about to make its step: measure the gradients as it finds them, summed up and clipped."""
+        if threading.get_ident() != self._thread:
+            return
+        for prefix, module in self._owners:
+            own = [(name, parameter.grad) for name, parameter in module.named_parameters(recurse=False)]
+            found = {name: self._part(gradient) for name, gradient in own if gradient is not None}
+            if found:
+                self._used[prefix] = found
 
     def end(self) -> list[Path]:
         """Take the hooks away, copy the numbers and write the files.
@@ -176,8 +183,9 @@ class NativeSession:
         self._handles += [
             module.register_forward_pre_hook(self._guarded(partial(self._before, prefix)), with_kwargs=True),
             module.register_forward_hook(self._guarded(partial(self._after, prefix)), with_kwargs=True),
-            module.register_full_backward_hook(self._guarded(partial(self._backward, prefix))),
         ]
+        if _reads_once(module):
+            self._handles.append(module.register_full_backward_hook(self._guarded(partial(self._backward, prefix))))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and not isinstance(parameter, DTensor) and not self._is_flat:
                 hook = partial(self._parameter_gradient, prefix, name)
@@ -198,8 +206,15 @@ class NativeSession:
         if prefix in self._parameters:
             call.groups["parameters"] = self._parameters[prefix]
         self._recorder.add(Entry(call.entry, self._parent(call), call.groups, self._stack(prefix)))
-        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in outputs):
+        learning = [value for value in outputs if isinstance(value, torch.Tensor) and value.requires_grad]
+        if learning and _reads_once(module):
             self._forward_calls[prefix].append(call.number)
+        elif learning:
+            hook = partial(self._output_gradient, f"{prefix}.backward.{call.number}")
+            self._handles.append(learning[0].register_hook(self._guarded(hook)))
+
+    def _output_gradient(self, entry: str, gradient: torch.Tensor) -> None:
+        self._recorder.add(Entry(entry, None, {"input": [self._recorder.leaf(gradient)]}))
 
     def _backward(self, prefix: str, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> None:
         waiting = self._forward_calls[prefix]
@@ -221,15 +236,15 @@ class NativeSession:
     def _measure_parameters(self) -> None:
         for prefix, module in self._owners:
             own = module.named_parameters(recurse=False)
-            self._parameters[prefix] = {name: self._part(parameter, whole=self._gather) for name, parameter in own}
+            self._parameters[prefix] = {name: self._part(parameter) for name, parameter in own}
 
-    def _part(self, tensor: torch.Tensor, *, whole: bool) -> Leaf:
+    def _part(self, tensor: torch.Tensor) -> Leaf:
         """Measure a parameter, a gradient, or this rank's part of one."""
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
             shard = (self._about.rank, self._about.num_ranks) if self._is_flat else None
             return self._recorder.leaf(tensor, shard)
-        if whole or self._gather:
+        if self._gather:
             return self._recorder.leaf(tensor.full_tensor())
         mesh, cut = tensor.device_mesh, [at for at, how in enumerate(tensor.placements) if isinstance(how, Shard)]
         shard = (mesh.get_local_rank(cut[0]), mesh.size(cut[0])) if cut else None
@@ -292,3 +307,12 @@ class NativeSession:
         if prefix not in self._stacks:
             self._stacks[prefix] = call_stack(sys._getframe(1))
         return self._stacks[prefix]
+
+
+def _reads_once(module: torch.nn.Module) -> bool:
+    """Tell whether a hook for the gradients of a module's inputs leaves all bits as they are.
+
+    It adds up a module's uses of its input before those of others, and floating-point sums depend on the order. Layers of
+    PyTorch's own use theirs once, and containers are as a rule the only ones to use theirs; a norm written in Python is neither.
+    """
+    return type(module).__module__.startswith("torch.nn.") or next(module.children(), None) is not None
