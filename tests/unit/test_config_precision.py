@@ -247,6 +247,13 @@ NOTHING = [
         ["critic_update is not captured: critic.profiler.tool is torch"],
     ),
     (
+        [
+            *("algorithm.bypass_mode=true", "actor_rollout_ref.rollout.calculate_log_probs=true"),
+            f"{SECTION}.stages=[actor_compute_log_prob,actor_update]",
+        ],
+        ["actor_compute_log_prob does not come with algorithm.bypass_mode"],
+    ),
+    (
         ["actor_rollout_ref.actor.ppo_mini_batch_size=8", f"{SECTION}.stages=[actor_compute_log_prob,actor_update]"],
         ["actor_compute_log_prob does not come: with one mini-batch"],
     ),
