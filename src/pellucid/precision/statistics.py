@@ -4,9 +4,10 @@ A capture hands in tensors while a stage runs and takes all results at its end, 
 a numba kernel reads each tensor once (`kernels.py`); without numba, and on other devices, PyTorch's own reductions find the same.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -32,7 +33,8 @@ MEASURABLE = frozenset((*_FLOATS, *_INTEGERS, torch.complex64, torch.complex128)
 """The dtypes that `Measurer.measure` takes."""
 
 _BLOCK_BYTES, _CHUNK_BYTES = 8192, 1 << 20  # as in kernels.py, which only numba can import
-_PIECE_ELEMENTS = 1 << 24  # of a device's tensor looked at together: bounds the memory that the masks of a piece take
+_THREADS_BYTES = 8 << 20  # from which on waking other threads pays
+_PIECE_ELEMENTS = 1 << 24  # of a tensor that PyTorch's reductions look at together: bounds the memory that their masks take
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _NO_SPANS = np.zeros((0, 2), dtype=np.int64)
 
@@ -157,9 +159,9 @@ class Measurer:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
         flat = tensor.resolve_neg().contiguous().view(-1)
-        # Words are read where they lie; a view may begin between two.
-        if flat.storage_offset() * flat.element_size() % 8:
-            flat = flat.clone()
+        # Words are read where they lie; a view may begin between two, and a single number may keep any stride.
+        if flat.storage_offset() * flat.element_size() % 8 or flat.stride(0) != 1:
+            flat = flat.clone().as_strided(flat.shape, (1,))
         num_elements = flat.numel()
         bounds = _NO_SPANS if spans is None else spans.elements(num_elements)
         row = len(self._num_elements)
@@ -227,7 +229,6 @@ class _CpuBackend:
         self._span_sums: list[np.ndarray] = []
         self._span_bad: list[np.ndarray] = []
         self._pool: ThreadPoolExecutor | None = None
-        self._scratch = np.empty(_BLOCK_BYTES // 2, dtype=np.float32)
 
     def reserve(self, num_rows: int) -> None:
         if num_rows > len(self._sums):
@@ -235,13 +236,15 @@ class _CpuBackend:
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
 
     def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
+        run = self._kernel(flat, bounds)
         num_chunks = -(-flat.numel() * flat.element_size() // _CHUNK_BYTES)
         span_sums, span_bad = np.zeros((num_chunks, len(bounds), 2)), np.zeros((num_chunks, len(bounds)), dtype=np.int64)
         if num_chunks == 1:
-            self._run(flat, bounds, (0, 1), self._sums, self._counts, row, span_sums, span_bad, self._scratch)
+            run((0, 1), self._sums, self._counts, row, span_sums, span_bad)
         else:
             sums, counts = np.empty((num_chunks, 2)), np.empty((num_chunks, 7), dtype=np.int64)
-            self._run_threads(flat, bounds, num_chunks, sums, counts, span_sums, span_bad)
+            num_threads = min(torch.get_num_threads(), num_chunks) if flat.nbytes >= _THREADS_BYTES else 1
+            self._share(lambda chunks: run(chunks, sums, counts, 0, span_sums, span_bad), num_chunks, num_threads)
             self._sums[row] = sums.sum(0)
             self._counts[row] = counts.sum(0)
             self._counts[row, :2] = counts[:, 0].min(), counts[:, 1].max()
@@ -261,38 +264,33 @@ class _CpuBackend:
             np.concatenate([np.zeros(0, dtype=np.int64), *self._span_bad]),
         )  # fmt: skip
 
-    def _run_threads(self, flat: Tensor, bounds: np.ndarray, num_chunks: int, sums, counts, span_sums, span_bad) -> None:
-        """Measure all chunks, this thread taking the first share of them."""
-        num_threads = min(torch.get_num_threads(), num_chunks)
-        edges = [num_chunks * share // num_threads for share in range(num_threads + 1)]
-        mine, *shares = pairwise(edges)
-        others = []
-        if num_threads > 1 and self._pool is None:
-            self._pool = ThreadPoolExecutor(torch.get_num_threads() - 1, thread_name_prefix="statistics")
-        for share in shares:
-            scratch = np.empty_like(self._scratch)
-            assert self._pool is not None
-            others.append(self._pool.submit(self._run, flat, bounds, share, sums, counts, 0, span_sums, span_bad, scratch))
-        self._run(flat, bounds, mine, sums, counts, 0, span_sums, span_bad, self._scratch)
+    def _share(self, run: Callable[[tuple[int, int]], None], num_chunks: int, num_threads: int) -> None:
+        """Run over all chunks in as many shares as threads; the first is this thread's."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="statistics")
+        mine, *shares = pairwise(num_chunks * share // num_threads for share in range(num_threads + 1))
+        others = [self._pool.submit(run, share) for share in shares]
+        run(mine)
         for other in others:
             other.result()
 
-    def _run(self, flat: Tensor, bounds, chunks: tuple[int, int], sums, counts, row: int, span_sums, span_bad, scratch) -> None:
-        if flat.dtype in _FLOATS:
-            stored, as_float, fraction = _FLOATS[flat.dtype]
-            bits = flat.view(stored).numpy()
-            narrow = flat.element_size() == 2
-            values = scratch if narrow else bits.view(as_float)
-            smallest_normal = 1 << fraction
-            infinity = (1 << (8 * flat.element_size() - 1)) - smallest_normal
-            self._kernels.measure_floats(
-                bits, values, values if narrow else None, infinity, smallest_normal,
-                bounds, chunks, sums, counts, row, span_sums, span_bad,
-            )  # fmt: skip
-        else:
+    def _kernel(self, flat: Tensor, bounds: np.ndarray) -> Callable[..., None]:
+        """Return the kernel for this tensor and these spans, as a function of the arguments from `chunks` on."""
+        if flat.dtype not in _FLOATS:
             raw = flat.view(torch.uint8).numpy()
-            values = raw if flat.element_size() == 1 and flat.dtype != torch.int8 else flat.long().numpy()
-            self._kernels.measure_integers(raw, values, bounds, chunks, sums, counts, row, span_sums, span_bad)
+            values = raw if flat.dtype in (torch.bool, torch.uint8) else flat.long().numpy()
+            return partial(self._kernels.measure_integers, raw, values, bounds)
+        stored, as_float, fraction = _FLOATS[flat.dtype]
+        bits, smallest_normal = flat.view(stored).numpy(), 1 << fraction
+        infinity = (1 << (8 * flat.element_size() - 1)) - smallest_normal
+        if flat.element_size() > 2:
+            return partial(self._kernels.measure_floats, bits, bits.view(as_float), None, infinity, smallest_normal, bounds)
+
+        def widening(*args: object) -> None:
+            scratch = np.empty(_BLOCK_BYTES // 2, dtype=np.float32)  # of each thread
+            self._kernels.measure_floats(bits, scratch, scratch, infinity, smallest_normal, bounds, *args)
+
+        return widening
 
 
 def _values_of_keys(keys: np.ndarray, dtypes: list[torch.dtype]) -> np.ndarray:
@@ -321,7 +319,7 @@ class _TorchBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it.
+        # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it; squares beyond 3e38 are infinite there.
         self._sum_dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         self._floats = torch.zeros((1024, 4), dtype=self._sum_dtype, device=device)
         self._counts = torch.zeros((1024, 5), dtype=torch.int64, device=device)
@@ -336,7 +334,7 @@ class _TorchBackend:
 
     def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
         is_float = flat.dtype in _FLOATS
-        values = flat if is_float else flat.to(self._sum_dtype)
+        values = flat if is_float and flat.element_size() <= self._sum_dtype.itemsize else flat.to(self._sum_dtype)
         low, high = torch.aminmax(values)
         sums = self._sums(values, 0)
         self._floats[row] = torch.cat((torch.stack((low, high)).to(self._sum_dtype), sums))
@@ -368,11 +366,12 @@ class _TorchBackend:
         checksum = self._mix.checksum(piece, first * piece.element_size() // _BLOCK_BYTES)
         if not is_float:
             nothing = torch.zeros_like(checksum)
-            return torch.stack((nothing, nothing, (piece == 0).sum(), nothing, checksum))
+            return torch.stack((nothing, nothing, piece.numel() - torch.count_nonzero(piece), nothing, checksum))
         magnitude, infinity, smallest_normal = _magnitudes(piece)
-        zeros = (magnitude == 0).sum()
-        subnormals = (magnitude < smallest_normal).sum() - zeros
-        return torch.stack(((magnitude > infinity).sum(), (magnitude == infinity).sum(), zeros, subnormals, checksum))
+        zeros = piece.numel() - torch.count_nonzero(magnitude)
+        subnormals = torch.count_nonzero(magnitude < smallest_normal) - zeros
+        nans, infs = torch.count_nonzero(magnitude > infinity), torch.count_nonzero(magnitude == infinity)
+        return torch.stack((nans, infs, zeros, subnormals, checksum))
 
     def _add_spans(self, values: Tensor, spans: Spans, is_float: bool) -> None:
         by_token = values.view(spans.num_tokens, -1)
@@ -380,7 +379,7 @@ class _TorchBackend:
         sums = self._sums(by_token, 1)
         bad = torch.zeros(spans.num_tokens, dtype=torch.int64, device=self.device)
         if is_float:
-            bad = torch.cat([_is_bad(by_token[first : first + step]).sum(1) for first in range(0, spans.num_tokens, step)])
+            bad = torch.cat([torch.count_nonzero(_is_bad(by_token[first : first + step]), dim=1) for first in range(0, spans.num_tokens, step)])
         tokens = spans.tokens(self.device)
         self._span_sums.append(F.pad(sums, (0, 0, 0, 1))[tokens].sum(1))
         self._span_bad.append(F.pad(bad, (0, 1))[tokens].sum(1))
