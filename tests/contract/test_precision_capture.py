@@ -93,9 +93,10 @@ def test_a_forward_stage_has_each_module_once_a_pass(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for path, module in named_modules([bench.model]):
+        name = entry_prefix(path, module)
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(
-                lambda _, args, output, name=entry_prefix(path, module): seen.setdefault(name, []).append((args[0], output))
+                lambda _, args, output, name=name: seen.setdefault(name, []).append((args[0], output))
             )
     bench.forward()
     dump = bench.dump()
