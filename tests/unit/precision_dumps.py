@@ -49,6 +49,7 @@ def stats_of(values: Array, *, dtype: str | None = None, requires_grad: bool = F
 class Model:
     """Embedding, three layers of norm, attention and mlp, and a norm; `faults` act on what a name says:
 
+    `<module>:made` (the weight that the optimizer makes) and `<module>:clipped` (the gradient that it gets) get the number of the step;
     `<module>`: its output; `<module>:input`; `<module>:weight`; `<module>:grad` (what it sends back); `<module>:weight_grad`; `loss`
     (the gradient that the loss sends back).
     """
@@ -199,6 +200,18 @@ def run_backward(model: Model, recorder: Recorder, hidden: Array, number: int) -
                                      "output": [recorder.tensor(parent, "output.0", gradient)]})  # fmt: skip
 
 
+def run_optimizer(model: Model, recorder: Recorder, step: int) -> None:
+    """What the optimizer gets and makes of each weight; the weights of the passes stay as they are."""
+    for name in model.weights:
+        kind = {"attn": "Attention", "mlp": "Mlp"}.get(name.rpartition(".")[2], "Embedding")
+        gradient = model.at(f"{name}:clipped", model.weights[name] * np.float32(0.01), step)
+        made = model.at(f"{name}:made", model.weights[name] * np.float32(1 + 0.001 * step), step)
+        if model.noise:
+            made = made * (1 + model.noise * model._noise.normal(size=made.shape)).astype(np.float32)
+        groups = {"input": [{"weight": stats_of(gradient)}], "output": [{"weight": stats_of(made)}]}
+        recorder.call(f"Module.model.{name}.{kind}.optimizer.{step}", None, groups)
+
+
 @dataclass(frozen=True)
 class Sequence:
     """A sample: its prompt is shared by all samples of one uid."""
@@ -244,9 +257,12 @@ def training_dump(
     mini_batches: tuple[int, ...] = (), **options: bool,
 ) -> StageDump:  # fmt: skip
     recorder = Recorder(**options)
-    for sequences in micro_batches:
+    starts = mini_batches or (0,)
+    for number, sequences in enumerate(micro_batches):
         ids, one = packed(sequences)
         run_pass(model, recorder, ids, one, backward=stage == "actor_update")
+        if stage == "actor_update" and recorder.native and number + 1 in (*starts[1:], len(micro_batches)):
+            run_optimizer(model, recorder, sum(start <= number for start in starts) - 1)
     return _dump(recorder, stage, step, rank, num_ranks, mini_batches)
 
 

@@ -1,5 +1,6 @@
 """`pellucid precision compare|report|digest`: planted faults are named where they are, healthy captures are not accused."""
 
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ from precision_dumps import (
     stats_of,
     training_dump,
 )
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pellucid.cli.main import app
@@ -29,7 +31,7 @@ from pellucid.precision.divergence import Kind
 from pellucid.precision.dump import Entry
 from pellucid.precision.health import check_dump
 from pellucid.precision.heatmap import AGREES, BROKEN, EQUAL, NOT_CAPTURED, code, heatmap_page
-from pellucid.precision.text import comparison_json, explanation, headline
+from pellucid.precision.text import comparison_json, comparison_renderables, explanation, headline
 
 BATCH = make_batch()
 MICRO_BATCHES = [BATCH[:2], BATCH[2:]]
@@ -161,6 +163,30 @@ def test_a_wrong_optimizer_step_shows_in_the_parameters_of_the_next_mini_batch()
     result = compared(a, b)
     assert result.found is not None and result.found.divergence.kind is Kind.PARAMETERS
     assert result.found.divergence.pass_index == 1 and "after optimizer step 1" in words_of(result)
+
+
+def test_weights_that_are_all_a_little_off_are_noise_and_one_alone_is_not():
+    options = {"micro_batches": [BATCH[:2], BATCH[2:]], "mini_batches": (0, 1)}
+
+    def after_a_step(names, noise=1e-8):
+        random = np.random.default_rng(1)
+        return {f"{name}:weight": lambda values, number: values * (1 + (number > 0) * noise * random.normal(size=values.shape)) for name in names}
+
+    noisy = Model(faults=after_a_step(Model().weights, 1e-7))
+    assert compared(capture(**options), capture(noisy, **options)).found is None
+    alone = compared(capture(**options), capture(Model(faults=after_a_step(["layers.1.mlp"], 1e-7)), **options))
+    assert alone.found is not None and alone.found.divergence.module == "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize(("what", "kind"), [("made", Kind.OPTIMIZER), ("clipped", Kind.OPTIMIZER_GRADIENT)])
+def test_an_optimizer_step_that_goes_wrong_is_named(what, kind):
+    options = {"micro_batches": [BATCH[:2], BATCH[2:]], "mini_batches": (0, 1)}
+    fault = {f"layers.2.attn:{what}": scaled(1.5, of_pass=1), f"layers.0.mlp:{what}": scaled(1.01, of_pass=1)}
+    result = compared(capture(**options), capture(Model(faults=fault), **options))
+    assert result.found is not None
+    divergence = result.found.divergence
+    assert (divergence.kind, divergence.module) == (kind, "model.layers.2.attn"), "the largest error: clipping spreads it"
+    assert result.found.comparison.pass_label == "optimizer step 2 of 2" and (divergence.num_differing, divergence.num_with_parameters) == (2, 7)
 
 
 @pytest.mark.parametrize(
@@ -409,6 +435,16 @@ def test_the_heat_map_is_well_formed_and_text_is_escaped():
     assert data["rows"][0] == evil and "model.layers.1.mlp" in data["rows"]
     assert data["rows"][data["first"]["row"]] == "model.layers.1.mlp" and data["first"]["column"] == 0
     assert [column["about"] for column in data["columns"]] == ["step 1, actor_update, micro-batch 1 of 2", "step 1, actor_update, micro-batch 2 of 2"]
+
+
+def test_names_of_samples_are_shown_as_they_are():
+    renamed = [type(one)(f"arithmetic:train:{one.uid}", one.sample, one.prompt, one.response) for one in BATCH]
+    a = Source("a", training_dump(Model(), [renamed], stage="actor_compute_log_prob"))
+    b = Source("b", rollout_dump(Model(faults={"norm": scaled()}), renamed))
+    result = compare_by_sample([a], [b], place_of(a.dump, b.dump), names=("a", "b"))
+    console = Console(file=io.StringIO(), width=300)
+    console.print(*comparison_renderables(result))
+    assert isinstance(console.file, io.StringIO) and "of arithmetic:train:p" in console.file.getvalue()
 
 
 def test_codes_of_errors_keep_their_order():

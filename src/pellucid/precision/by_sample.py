@@ -16,15 +16,13 @@ from pellucid.errors import UserError
 from pellucid.precision.calls import FORWARD, MODULE, Calls, parse_name
 from pellucid.precision.compare import (
     DRIFT_SHARE,
-    INPUTS,
-    OUTPUT,
-    PARAMETERS,
     QUANTITIES,
     Comparison,
     Place,
     Row,
     Samples,
     StageComparison,
+    quantity,
     round_off,
     summarise,
 )
@@ -212,7 +210,9 @@ class _BySample:
         is_drift = bool(other) and other.total() >= DRIFT_SHARE * self.dtypes.total()
         self.drift = " against ".join(dtype.removeprefix("torch.") for dtype in other.most_common()[0][0]) if is_drift else None
         floor = max(map(round_off, other), default=0.0) if is_drift else 0.0
-        self.limits = Limits(rtol, exact_parameters=not is_drift, floor=floor)
+        self.limits = Limits(rtol, floor=floor)
+        for found in self.errors.values():
+            found.exact_parameters = not is_drift
 
     def _matrix(self) -> np.ndarray:
         """Return the errors [tensors of A, common groups], nan where one side has nothing."""
@@ -283,7 +283,7 @@ class _BySample:
         return found
 
     def result(self, limit: int) -> StageComparison:
-        findings = [part for one in self.errors.values() for part in (one.inputs, one.parameters, one.output) if part is not None]
+        findings = [finding for found in self.errors.values() for part in Part if (finding := found.part(part)) is not None]
         result = StageComparison(
             place=self.place,
             num_common=len(self.errors),
@@ -305,10 +305,10 @@ class _BySample:
         for index, errors in self.errors.items():
             name = self.calls.names[index]
             result.modules[name.label] = name.module_class
-            by_quantity = {OUTPUT: errors.output, INPUTS: errors.inputs, PARAMETERS: errors.parameters}
-            result.cells[name.label, 0] = [
-                found.error if (found := by_quantity.get(one)) is not None else math.nan for one in QUANTITIES
-            ]
+            cell = result.cells[name.label, 0] = [math.nan] * len(QUANTITIES)
+            for part in Part:
+                if (finding := errors.part(part)) is not None:
+                    cell[QUANTITIES.index(quantity(name, part))] = finding.error
         result.notes = self._notes()
         return result
 
@@ -331,17 +331,25 @@ class _BySample:
 
     def _row(self, candidate: Candidate) -> Row:
         name = self.calls.names[candidate.entry]
-        what = {Part.INPUTS: INPUTS, Part.PARAMETERS: PARAMETERS, Part.OUTPUT: OUTPUT}[candidate.part]
         finding = candidate.finding
-        return Row(name.label, name.module_class, what, finding.error, candidate.base, self.calls.entries[candidate.entry].name,
-                   finding.path, finding.what, self.place.moment)  # fmt: skip
+        return Row(
+            name.label,
+            name.module_class,
+            quantity(name, candidate.part),
+            finding.error,
+            candidate.base,
+            self.calls.entries[candidate.entry].name,
+            finding.path,
+            finding.what,
+            self.place.moment,
+        )
 
     def _largest(self, limit: int) -> list[Row]:
         rows = [
             self._row(Candidate(index, part, finding, math.nan, 0))
             for index, found in self.errors.items()
-            for part, finding in ((Part.INPUTS, found.inputs), (Part.PARAMETERS, found.parameters), (Part.OUTPUT, found.output))
-            if finding is not None and finding.error > 0
+            for part in Part
+            if (finding := found.part(part)) is not None and finding.error > 0
         ]
         return sorted(rows, key=lambda row: -row.error)[:limit]
 
@@ -353,9 +361,8 @@ class _BySample:
             notes.append(f"Not compared, as the other side has not the same tokens of them: {alone[0]} parts of samples of A, {alone[1]} of B.")
         if self.unsure:
             notes.append(f"{self.unsure} parameters were not compared: not all of their shards were captured.")
-        missing = len(self.calls_a[0]) - len(self.errors)
-        if missing:
-            notes.append(f"{missing} modules of A were not called in B.")
+        if missing := [self.calls.names[index].label for index, _ in self.calls_a[0].values() if index not in self.errors]:
+            notes.append(f"Not called in B: {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more." if len(missing) > 5 else "."))
         return notes
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from pellucid.precision.dump import Entry, StageDump
 
-FORWARD, BACKWARD, GRADIENTS = "forward", "backward", "parameters_grad"
+FORWARD, BACKWARD, GRADIENTS, OPTIMIZER = "forward", "backward", "parameters_grad", "optimizer"
 MODULE = "Module"
 
 
@@ -24,7 +24,9 @@ class CallName:
     module_class: str
     """Empty for an operator."""
     direction: str
-    """`forward`, `backward`, or `parameters_grad`: the gradients of a module's own parameters."""
+    """`forward`, `backward`; of a module's own parameters: `parameters_grad`, their gradients from one pass, and `optimizer`, what
+    the optimizer got and made.
+    """
     call: int
     """Counted from 0, of this module or operator in this capture."""
 
@@ -47,7 +49,7 @@ def parse_name(entry: str) -> CallName:
     parts = entry.split(".")
     if parts[0] == MODULE:
         call = int(parts.pop()) if parts[-1].isdigit() else 0
-        direction = parts.pop() if parts[-1] in (FORWARD, BACKWARD, GRADIENTS) else FORWARD
+        direction = parts.pop() if parts[-1] in (FORWARD, BACKWARD, GRADIENTS, OPTIMIZER) else FORWARD
         return CallName(MODULE, ".".join(parts[1:-1]), parts[-1], direction, call)
     direction = parts.pop() if parts[-1] in (FORWARD, BACKWARD) else FORWARD
     call = int(parts.pop()) if parts[-1].isdigit() else 0
@@ -158,7 +160,7 @@ class _Passes:
             self.of_entries.append(latest)
 
     def _find(self, index: int) -> int | None:
-        """Return None for an operator outside of all modules: it belongs to the pass before it."""
+        """Return None for an operator outside of all modules, and for an optimizer step: they belong to the pass before them."""
         if index in self._known:
             return self._known[index]
         calls, name = self._calls, self._calls.names[index]
@@ -167,7 +169,7 @@ class _Passes:
             found = self._find(forward)
         elif (parent := calls.parents[index]) is not None:
             found = self._find(parent)
-        elif name.kind == MODULE:
+        elif name.kind == MODULE and name.direction != OPTIMIZER:
             found = name.call
         if found is not None:
             self._known[index] = found

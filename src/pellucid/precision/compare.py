@@ -5,13 +5,13 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pellucid.errors import UserError
-from pellucid.precision.calls import FORWARD, GRADIENTS, MODULE, CallName, Calls, pass_label
+from pellucid.precision.calls import FORWARD, GRADIENTS, MODULE, OPTIMIZER, CallName, Calls, pass_label
 from pellucid.precision.difference import SAME, Difference, difference, is_float, span_errors
 from pellucid.precision.divergence import (
     CallErrors,
@@ -19,6 +19,7 @@ from pellucid.precision.divergence import (
     Divergence,
     Kind,
     Limits,
+    Measured,
     Part,
     Walk,
     describe,
@@ -326,15 +327,16 @@ class _Pair:
         self.dtypes: Counter[tuple[str, str]] = Counter()
         """Of outputs of forward calls of modules, A's and B's."""
         self._num_other_dtype = self._num_leaves = 0
-        self._exact: Counter[bool] = Counter()
-        """Of trained parameters: how many are equal bit for bit."""
+        self._weights: defaultdict[tuple[str, int], list[tuple[bool, bool]]] = defaultdict(list)
+        """By moment, of each parameter whether it is trained, and whether it is equal bit for bit."""
         for index, name in enumerate(self.calls.names):
             if (other := self._entries_b.get(a.entries[index].name)) is not None:
                 self.errors[index] = self._compare_call(index, name, dict(leaves(other)))
         self.drift = self._drift()
         floor = max(map(round_off, self.dtypes), default=0.0) if self.drift else 0.0
-        exact = not floor and self._exact[True] > self._exact[False]
-        self.limits = Limits(rtol, exact_parameters=exact, floor=floor)
+        self.limits = Limits(rtol, floor=floor)
+        if not floor:
+            self._ask_for_equal_parameters()
 
     def _compare_call(self, index: int, name: CallName, leaves_b: dict[str, object]) -> CallErrors:
         errors = CallErrors()
@@ -351,11 +353,24 @@ class _Pair:
             errors.take(part, found)
             self._num_leaves += 1
             self._num_other_dtype += found.dtypes_differ
-            if part is Part.PARAMETERS and stats.checksum is not None:
-                self._exact[found.error == SAME] += stats.requires_grad
+            if stats.checksum is not None and _is_weight(name, part):
+                self._weights[self._moment(index)].append((stats.requires_grad, found.error == SAME))
             elif part is Part.OUTPUT and name.direction == FORWARD and is_float(stats) and is_float(found.b):
                 self.dtypes[stats.dtype, found.b.dtype] += 1
         return errors
+
+    def _moment(self, index: int) -> tuple[str, int]:
+        name = self.calls.names[index]
+        return name.direction, name.call if name.direction == OPTIMIZER else self.calls.passes[index]
+
+    def _ask_for_equal_parameters(self) -> None:
+        """Where most of the trained parameters are equal bit for bit, one that is not is at fault, however small its error."""
+        exact: dict[tuple[str, int], bool] = {}
+        for moment, weights in self._weights.items():
+            trained = [same for is_trained, same in weights if is_trained] or [same for _, same in weights]
+            exact[moment] = 2 * sum(trained) > len(trained)
+        for index, found in self.errors.items():
+            found.exact_parameters = exact.get(self._moment(index), False)
 
     def _bias_floor(self, index: int) -> float:
         backward = self.calls.backward_of(index)
@@ -378,7 +393,7 @@ class _Pair:
             num_common=len(self.errors),
             only_a=[entry.name for entry in self.a.entries if entry.name not in self._entries_b],
             only_b=[entry.name for entry in self.b.entries if entry.name not in names_a],
-            max_error=max((part.error for found in self.errors.values() for part in _parts(found)), default=SAME),
+            max_error=max((found.error for found in self._findings()), default=SAME),
             drift=self.drift,
             num_other_dtype=self._num_other_dtype,
         )
@@ -393,9 +408,15 @@ class _Pair:
         result.notes = self._notes(result)
         return result
 
+    def _findings(self) -> Iterator[Measured]:
+        return (finding for found in self.errors.values() for part in Part if (finding := found.part(part)) is not None)
+
     def _explain(self, result: StageComparison, found: Walk, fault: Candidate) -> None:
         divergence = describe(self.calls, self.errors, fault, self.limits)
         result.divergence, result.pass_label = divergence, result.pass_labels[divergence.pass_index]
+        if divergence.direction == OPTIMIZER:
+            steps = {name.call for name in self.calls.names if name.direction == OPTIMIZER}
+            result.pass_label = f"optimizer step {self.calls.names[fault.entry].call + 1} of {len(steps)}"
         if found.first is not None and found.first is not fault:
             result.first = describe(self.calls, self.errors, found.first, self.limits)
         result.samples = self._samples(divergence)
@@ -433,7 +454,8 @@ class _Pair:
         best: dict[tuple[str, str], Candidate] = {}
         for index, found in self.errors.items():
             name = self.calls.names[index]
-            for part, finding in ((Part.INPUTS, found.inputs), (Part.PARAMETERS, found.parameters), (Part.OUTPUT, found.output)):
+            for part in Part:
+                finding = found.part(part)
                 if finding is None or finding.error <= 0.0:
                     continue
                 key = (name.label, quantity(name, part))
@@ -452,8 +474,8 @@ class _Pair:
             key = (name.label, self.calls.passes[event.entry] if per_pass else 0)
             cell = result.cells.setdefault(key, [math.nan] * len(QUANTITIES))
             found = self.errors[event.entry]
-            for part, finding in ((Part.INPUTS, found.inputs), (Part.PARAMETERS, found.parameters), (Part.OUTPUT, found.output)):
-                if finding is not None:
+            for part in Part:
+                if (finding := found.part(part)) is not None:
                     at = QUANTITIES.index(quantity(name, part))
                     cell[at] = finding.error if math.isnan(cell[at]) else max(cell[at], finding.error)
 
@@ -482,13 +504,15 @@ def round_off(pair: tuple[str, str]) -> float:
 
 def quantity(name: CallName, part: Part) -> Quantity:
     """Return which of `QUANTITIES` a part of a call is shown as."""
+    if name.direction == OPTIMIZER and part is Part.OUTPUT:
+        return PARAMETERS
     if name.direction != FORWARD:
         return GRADIENTS_
     return {Part.INPUTS: INPUTS, Part.PARAMETERS: PARAMETERS, Part.OUTPUT: OUTPUT}[part]
 
 
-def _parts(found: CallErrors) -> list[Difference]:
-    return [part for part in (found.inputs, found.parameters, found.output) if part is not None]  # pyright: ignore[reportReturnType]
+def _is_weight(name: CallName, part: Part) -> bool:
+    return part is Part.PARAMETERS or (name.direction == OPTIMIZER and part is Part.OUTPUT)
 
 
 def _whose(dump: StageDump, index: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from pellucid.precision.calls import BACKWARD, FORWARD, GRADIENTS, MODULE, CallName, Calls
+from pellucid.precision.calls import BACKWARD, GRADIENTS, MODULE, OPTIMIZER, CallName, Calls
 from pellucid.precision.difference import SAME
 
 JUMP = 10.0
@@ -59,6 +59,10 @@ class Kind(StrEnum):
     """Its parameters are others before it runs."""
     PARAMETER_GRADIENT = "parameter gradient"
     """The gradient of its parameters, though the gradient that came in is right."""
+    OPTIMIZER_GRADIENT = "optimizer gradient"
+    """What the optimizer gets, though each pass's gradients are right: they were added up, reduced over ranks and clipped."""
+    OPTIMIZER = "optimizer"
+    """The weights that the optimizer makes of right gradients."""
 
 
 PART_OF_GROUP = {
@@ -84,6 +88,8 @@ class CallErrors:
     inputs: Measured | None = None
     parameters: Measured | None = None
     output: Measured | None = None
+    exact_parameters: bool = False
+    """Parameters that are not equal bit for bit diverge, however little: others of that moment are."""
 
     def take(self, part: Part, finding: Measured) -> None:
         """Keep the finding if it is the largest of its part."""
@@ -94,20 +100,22 @@ class CallErrors:
         else:
             self.output = _larger(self.output, finding)
 
+    def part(self, part: Part) -> Measured | None:
+        """Return the finding of a part."""
+        return {Part.INPUTS: self.inputs, Part.PARAMETERS: self.parameters, Part.OUTPUT: self.output}[part]
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What counts as a divergence."""
 
     rtol: float
-    exact_parameters: bool = False
-    """Parameters that are not equal bit for bit diverge, however little."""
     floor: float = 0.0
     """Error that every module may add, in computing with another dtype."""
 
-    def beyond(self, part: Part, error: float) -> bool:
+    def beyond(self, finding: Measured, *, exact: bool = False) -> bool:
         """Whether an error counts."""
-        return error > (SAME if part is Part.PARAMETERS and self.exact_parameters else self.rtol)
+        return finding.error > (SAME if exact else self.rtol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +126,21 @@ class Candidate:
     part: Part
     finding: Measured
     base: float
-    """The largest error of what went into it."""
+    """The largest error of what went into it; nan: that was not captured."""
     position: int
     """Among all that happens in the capture."""
 
     def ratio(self, limits: Limits) -> float:
         """How many times the base the error is."""
+        if math.isnan(self.base):
+            return 1.0
         if math.isinf(self.finding.error):
             return 1.0 if math.isinf(self.base) else math.inf
         return self.finding.error / max(self.base, limits.floor, limits.rtol / JUMP, _LEAST_BASE)
 
     def jumps(self, limits: Limits) -> bool:
         """Whether the error is made here, rather than handed on or grown slowly."""
-        if self.part is Part.PARAMETERS and not limits.floor:
+        if math.isnan(self.base) or (self.part is Part.PARAMETERS and not limits.floor):
             return True
         return self.finding.error > JUMP * max(self.base, limits.floor, 0.0)
 
@@ -155,51 +165,85 @@ def walk(calls: Calls, errors: Mapping[int, CallErrors], limits: Limits) -> Walk
         errors: of each of its calls that the other has, too, by index.
         limits: what counts.
     """
-    first = fault = None
+    found = list(_Scopes(calls, errors, limits).candidates())
     best: dict[tuple[str, str, Part], Candidate] = {}
-    for candidate in _candidates(calls, errors, limits):
-        first = first or candidate
-        if fault is None and candidate.jumps(limits):
-            fault = candidate
+    for candidate in found:
         name = calls.names[candidate.entry]
         key = (name.label, name.direction, candidate.part)
         if key not in best or candidate.ratio(limits) > best[key].ratio(limits):
             best[key] = candidate
     jumps = sorted(best.values(), key=lambda candidate: (-candidate.ratio(limits), candidate.position))
-    if fault is None and limits.floor and jumps:
-        fault = jumps[0]
-    return Walk(first, fault or first, jumps)
+    first = found[0] if found else None
+    fault = next((candidate for candidate in found if candidate.jumps(limits)), jumps[0] if limits.floor and jumps else first)
+    if fault is not None and calls.names[fault.entry].direction == OPTIMIZER:
+        fault = max(_of_the_step(calls, found, fault), key=lambda candidate: candidate.finding.error)
+    return Walk(first, fault, jumps)
 
 
-def _candidates(calls: Calls, errors: Mapping[int, CallErrors], limits: Limits) -> Iterator[Candidate]:
-    """Yield what is beyond the limit. A call's scope holds the largest error that is known in it so far: what came in, what
-    the calls in it gave back.
+def _of_the_step(calls: Calls, found: list[Candidate], fault: Candidate) -> list[Candidate]:
+    """Return the candidates of an optimizer step: clipping by the norm of all gradients spreads an error over all modules, so that
+    the first of them says nothing, and the largest error does.
     """
-    scopes: dict[int | None, float] = {None: SAME}
-    for position, event in enumerate(calls.events()):
-        found = errors.get(event.entry)
-        scope = calls.parents[event.entry]
-        outside = scopes.get(scope, SAME)
-        if found is None:  # not in both: what is in it sees through it
-            inner, outer = (scope, event.entry) if event.ends else (event.entry, scope)
-            scopes[inner] = max(scopes.get(inner, SAME), scopes.get(outer, SAME))
-            continue
-        if not event.ends:
-            own = SAME
-            for part, finding, base in ((Part.INPUTS, found.inputs, outside), (Part.PARAMETERS, found.parameters, SAME)):
-                if finding is not None:
-                    own = max(own, finding.error)
-                    if limits.beyond(part, finding.error):
-                        yield Candidate(event.entry, part, finding, base, position)
-            scopes[event.entry] = max(own, _forward_error(calls, errors, event.entry))
-        elif (finding := found.output) is not None:
-            base = scopes[event.entry]
-            if calls.names[event.entry].direction == GRADIENTS:
-                base = max(base, outside)
-            if limits.beyond(Part.OUTPUT, finding.error):
-                yield Candidate(event.entry, Part.OUTPUT, finding, base, position)
-            if calls.names[event.entry].direction != GRADIENTS:  # nothing is computed from those within the pass
-                scopes[scope] = max(outside, finding.error)
+    step = calls.names[fault.entry].call
+    names = ((candidate, calls.names[candidate.entry]) for candidate in found if candidate.part is fault.part)
+    return [candidate for candidate, name in names if (name.direction, name.call) == (OPTIMIZER, step)]
+
+
+class _Scopes:
+    """Walks through the calls. A call's scope holds the largest error that is known in it so far: what came in, and what the calls
+    in it gave back.
+    """
+
+    def __init__(self, calls: Calls, errors: Mapping[int, CallErrors], limits: Limits) -> None:
+        self._calls, self._errors, self._limits = calls, errors, limits
+        self._scopes: dict[int | None, float] = {None: SAME}
+        self._gradients = math.nan
+        """The largest error of gradients of parameters so far."""
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield what is beyond the limit, in execution order."""
+        for position, event in enumerate(self._calls.events()):
+            found = self._errors.get(event.entry)
+            if found is None:  # not in both: what is in it sees through it
+                scope = self._calls.parents[event.entry]
+                inner, outer = (scope, event.entry) if event.ends else (event.entry, scope)
+                self._raise(inner, self._scopes.get(outer, SAME))
+            elif event.ends:
+                yield from self._end(event.entry, found, position)
+            else:
+                yield from self._begin(event.entry, found, position)
+
+    def _begin(self, index: int, found: CallErrors, position: int) -> Iterator[Candidate]:
+        direction = self._calls.names[index].direction
+        outside = self._gradients if direction == OPTIMIZER else self._scopes.get(self._calls.parents[index], SAME)
+        own = SAME
+        if (inputs := found.inputs) is not None:
+            own = inputs.error
+            if self._limits.beyond(inputs):
+                yield Candidate(index, Part.INPUTS, inputs, outside, position)
+        if (parameters := found.parameters) is not None:
+            own = max(own, parameters.error)
+            if self._limits.beyond(parameters, exact=found.exact_parameters):
+                yield Candidate(index, Part.PARAMETERS, parameters, SAME, position)
+        if direction == OPTIMIZER and inputs is None:
+            own = outside
+        self._scopes[index] = own if math.isnan(own) else max(own, _forward_error(self._calls, self._errors, index))
+
+    def _end(self, index: int, found: CallErrors, position: int) -> Iterator[Candidate]:
+        if (output := found.output) is None:
+            return
+        direction, scope = self._calls.names[index].direction, self._calls.parents[index]
+        base = self._scopes[index]
+        if direction == GRADIENTS:
+            base = max(base, self._scopes.get(scope, SAME))
+            self._gradients = output.error if math.isnan(self._gradients) else max(self._gradients, output.error)
+        if self._limits.beyond(output, exact=direction == OPTIMIZER and found.exact_parameters):
+            yield Candidate(index, Part.OUTPUT, output, base, position)
+        if direction not in (GRADIENTS, OPTIMIZER):  # nothing is computed from those within the pass
+            self._raise(scope, output.error)
+
+    def _raise(self, scope: int | None, error: float) -> None:
+        self._scopes[scope] = max(self._scopes.get(scope, SAME), error)
 
 
 def _forward_error(calls: Calls, errors: Mapping[int, CallErrors], index: int) -> float:
@@ -224,7 +268,7 @@ class Divergence:
     """At fault: its path in the model, or an operator; empty: the model's surroundings."""
     module_class: str
     direction: str
-    """forward or backward."""
+    """forward, backward or optimizer."""
     entry: str
     """The call at which it shows."""
     path: str
@@ -241,7 +285,7 @@ class Divergence:
     seen_at: str = ""
     """The module whose input shows it, where `module` is the one round it."""
     num_differing: int = 0
-    """Modules of this pass whose parameters differ, of a divergence of parameters."""
+    """Modules whose parameters, or gradients, differ at that moment, of a divergence of these."""
     num_with_parameters: int = 0
 
 
@@ -250,12 +294,10 @@ def describe(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidat
     index, part = candidate.entry, candidate.part
     name = calls.names[index]
     kind, owner, seen_at = Kind.OUTPUT, name, ""
-    differing = having = 0
     if part is Part.PARAMETERS:
         kind = Kind.PARAMETERS
-        in_pass = [found.parameters for other, found in errors.items() if calls.passes[other] == calls.passes[index]]
-        having = sum(parameters is not None for parameters in in_pass)
-        differing = sum(parameters is not None and limits.beyond(part, parameters.error) for parameters in in_pass)
+    elif name.direction == OPTIMIZER:
+        kind = Kind.OPTIMIZER if part is Part.OUTPUT else Kind.OPTIMIZER_GRADIENT
     elif name.direction == GRADIENTS:
         kind = Kind.PARAMETER_GRADIENT
     elif part is Part.INPUTS:
@@ -264,11 +306,12 @@ def describe(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidat
         kind = Kind.INPUTS if outer is None else Kind.INSIDE
         if outer is not None:
             owner, seen_at = calls.names[outer], name.label
+    differing, having = _how_many(calls, errors, candidate, limits)
     return Divergence(
         kind=kind,
         module=owner.label,
         module_class=owner.module_class,
-        direction=FORWARD if name.direction == FORWARD else BACKWARD,
+        direction=BACKWARD if name.direction == GRADIENTS else name.direction,
         entry=calls.entries[index].name,
         path=candidate.finding.path,
         error=candidate.finding.error,
@@ -281,6 +324,23 @@ def describe(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidat
         num_differing=differing,
         num_with_parameters=having,
     )
+
+
+def _how_many(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidate, limits: Limits) -> tuple[int, int]:
+    """Return at how many modules the same differs at the same moment, and how many there are, of parameters and their gradients."""
+    name = calls.names[candidate.entry]
+    if candidate.part is not Part.PARAMETERS and name.direction not in (GRADIENTS, OPTIMIZER):
+        return 0, 0
+
+    def moment(index: int) -> tuple[str, int]:
+        other = calls.names[index]
+        return other.direction, other.call if other.direction == OPTIMIZER else calls.passes[index]
+
+    beside = [found for index, found in errors.items() if moment(index) == moment(candidate.entry)]
+    there = [(found.part(candidate.part), found.exact_parameters) for found in beside]
+    exact = candidate.part is Part.PARAMETERS or (name.direction == OPTIMIZER and candidate.part is Part.OUTPUT)
+    differing = sum(part is not None and limits.beyond(part, exact=exact and is_exact) for part, is_exact in there)
+    return differing, sum(part is not None for part, _ in there)
 
 
 def _module_round(calls: Calls, index: int) -> int | None:

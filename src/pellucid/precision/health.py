@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pellucid.precision.calls import Calls, pass_label
+from pellucid.precision.calls import FORWARD, Calls, pass_label
 from pellucid.precision.compare import Place, Samples
 from pellucid.precision.difference import SAME, is_float, num_bad
-from pellucid.precision.divergence import CallErrors, Divergence, Limits, describe, part_of, walk
+from pellucid.precision.divergence import CallErrors, Divergence, Limits, Part, describe, part_of, walk
 from pellucid.precision.dump import DumpRef, StageDump, TensorStats, leaves
 
 MANY = 0.5
@@ -62,6 +62,7 @@ class StageHealth:
     bad: list[Unusual]
     """Modules with NaN or Inf, in execution order."""
     unusual: list[Unusual] = field(default_factory=list)
+    """Outputs of forward calls."""
     note: str = ""
 
 
@@ -123,7 +124,7 @@ def check_dump(dump: StageDump, place: Place, *, limit: int = 20) -> StageHealth
             found.take(part_of(name, path), one)
             if one.error > 0:
                 worst = worst or one
-            elif (strange := _strange(stats)) is not None:
+            elif name.direction == FORWARD and part_of(name, path) is Part.OUTPUT and (strange := _strange(stats)) is not None:
                 unusual.append(Unusual(name.label, name.module_class, entry.name, path, *strange))
         if worst is not None:
             bad.append(Unusual(name.label, name.module_class, entry.name, worst.path, worst.what, 1.0))

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.precision.calls import BACKWARD
+from pellucid.precision.calls import BACKWARD, OPTIMIZER
 from pellucid.precision.compare import Comparison, Found, Place, Row, Samples, StageComparison
 from pellucid.precision.difference import SAME
 from pellucid.precision.divergence import Divergence, Kind
@@ -42,7 +42,7 @@ def comparison_renderables(result: Comparison) -> Iterator[RenderableType]:
     """Yield the parts of a comparison in the order in which they are read."""
     yield Text(f"A: {result.name_a}\nB: {result.name_b}", style="bold")
     yield _panel(headline(result), list(explanation(result)), good=result.found is None)
-    if result.found is not None and result.jumps:
+    if result.found is not None and result.found.divergence.kind is not Kind.INPUTS and result.jumps:
         yield _rows_table("Largest jumps: error against that of what went in", result.jumps, with_base=True)
     if result.largest:
         yield _rows_table("Largest relative errors", result.largest)
@@ -59,7 +59,11 @@ def headline(result: Comparison) -> str:
             return f"Bitwise equal: all {num:,} calls that both have."
         return f"Equal within {result.rtol:g}: the largest relative error of {num:,} calls is {error_text(result.max_error)}."
     found = result.found
-    return f"First divergence: {subject(found.divergence)} in {found.place.moment}, {found.comparison.pass_label}, {found.divergence.direction}."
+    return f"First divergence: {subject(found.divergence)} in {found.place.moment}, {_moment(found.comparison.pass_label, found.divergence)}."
+
+
+def _moment(pass_label: str, divergence: Divergence) -> str:
+    return pass_label if divergence.direction == OPTIMIZER else f"{pass_label}, {divergence.direction}"
 
 
 def subject(divergence: Divergence) -> str:
@@ -97,25 +101,44 @@ def explanation(result: Comparison) -> Iterator[str]:
 def reason(divergence: Divergence) -> str:
     """Return what a divergence says about its module."""
     if divergence.kind is Kind.PARAMETERS:
-        many = divergence.num_differing > 1
-        others = f" It is the first of {divergence.num_differing} of {divergence.num_with_parameters} modules whose parameters differ." if many else (
-            f" No other of the {divergence.num_with_parameters} modules with parameters differs there." if divergence.num_with_parameters > 1 else ""
-        )  # fmt: skip
-        return f"Its parameters differ before it runs: an optimizer step, a checkpoint or a weight sync, not this pass.{others}"
+        text = "Its parameters differ before it runs: an optimizer step, a checkpoint or a weight sync, not this pass."
+        return f"{text} {_how_many(divergence, 'modules whose parameters differ', first=True)}"
     if divergence.grown:
         return f"No module makes it alone: its inputs have an error already ({error_text(divergence.base)}), and it grows."
     clean = "equal" if divergence.base <= 0 else f"within {error_text(divergence.base)}"
-    if divergence.kind is Kind.PARAMETER_GRADIENT:
-        return f"The gradient of its parameters differs, while the gradient that comes in is {clean}."
-    if divergence.kind is Kind.INPUTS:
-        if divergence.direction == BACKWARD:
+    is_backward = divergence.direction == BACKWARD
+    match divergence.kind:
+        case Kind.OPTIMIZER:
+            others = _how_many(divergence, "modules whose weights differ")
+            if math.isnan(divergence.base):
+                return f"The weights that the optimizer makes differ; its gradients were not captured. {others}"
+            return f"The weights that the optimizer makes differ, though its gradients are {clean}: the fault is in the optimizer. {others}"
+        case Kind.OPTIMIZER_GRADIENT:
+            others = _how_many(divergence, "modules whose gradients differ")
+            if math.isnan(divergence.base):
+                return f"The gradient that the optimizer gets differs; those of single passes were not captured. {others}"
+            where = "it went wrong where they are added up, reduced over ranks and clipped"
+            return f"The gradient that the optimizer gets differs, each pass's is {clean}: {where}. {others}"
+        case Kind.PARAMETER_GRADIENT:
+            return f"The gradient of its parameters differs, while the gradient that comes in is {clean}."
+        case Kind.INPUTS if is_backward:
             return f"The forward pass is {clean}; the loss, its inputs (advantages, old log-probabilities, mask) or its scale differ."
-        return "The inputs differ already: other tokens, positions or masks. The model is not at fault."
-    if divergence.kind is Kind.INSIDE:
-        what = "the gradient that comes in at" if divergence.direction == BACKWARD else "the input of"
-        return f"Its own code, between the modules in it: what the modules before gave is {clean}, {what} {divergence.seen_at} is not."
-    what = "The gradient that comes in is" if divergence.direction == BACKWARD else "Its inputs and parameters are"
-    return f"{what} {clean}, what it computes is not: the fault is in this module."
+        case Kind.INPUTS:
+            return "The inputs differ already: other tokens, positions or masks. The model is not at fault."
+        case Kind.INSIDE:
+            what = "the gradient that comes in at" if is_backward else "the input of"
+            return f"Its own code, between the modules in it: what the modules before gave is {clean}, {what} {divergence.seen_at} is not."
+        case _:
+            what = "The gradient that comes in is" if is_backward else "Its inputs and parameters are"
+            return f"{what} {clean}, what it computes is not: the fault is in this module."
+
+
+def _how_many(divergence: Divergence, what: str, *, first: bool = False) -> str:
+    """Return whether other modules show the same."""
+    differing, there = divergence.num_differing, divergence.num_with_parameters
+    if differing > 1:
+        return f"It is the {'first' if first else 'one that differs most'} of {differing} of {there} {what}."
+    return f"It is the only one of {there} {what}." if there > 1 else ""
 
 
 def ratio_text(divergence: Divergence) -> str:
@@ -157,12 +180,17 @@ def _table(title: str, *columns: str, left: Iterable[int] = (0,)) -> Table:
     return table
 
 
+def _add(table: Table, *cells: str, style: str = "") -> None:
+    """Add a row as it is: names of samples have colons, which rich would take for emoji."""
+    table.add_row(*map(Text, cells), style=style)
+
+
 def _rows_table(title: str, rows: Sequence[Row], *, with_base: bool = False) -> Table:
     columns = ["module", "class", "of", "error", *(["went in"] if with_base else []), "what", "where"]
     table = _table(title, *columns, left=(0, 1, 2, len(columns) - 2, len(columns) - 1))
     for row in rows:
         base = [error_text(row.base)] if with_base else []
-        table.add_row(Text(row.module), row.module_class, row.what, error_text(row.error), *base, row.detail, row.pass_label)
+        _add(table, row.module, row.module_class, row.what, error_text(row.error), *base, row.detail, row.pass_label)
     return table
 
 
@@ -178,9 +206,7 @@ def _stage_table(stages: Sequence[StageComparison], rtol: float) -> Table:
     for stage in shown:
         first = "–" if stage.divergence is None else f"{subject(stage.divergence)}, {stage.pass_label}"
         style = "red" if stage.divergence is not None else ""
-        table.add_row(
-            stage.place.moment, stage.place.rank_name, f"{stage.num_common:,}", Text(error_text(stage.max_error), style=style), Text(first)
-        )
+        _add(table, stage.place.moment, stage.place.rank_name, f"{stage.num_common:,}", error_text(stage.max_error), first, style=style)
     return table
 
 
@@ -197,7 +223,7 @@ def health_renderables(health: Health) -> Iterator[RenderableType]:
     for stage in [first] if first is not None else []:
         table = _table(f"Modules with NaN or Inf, {stage.place.moment}, {stage.place.rank_name}, in execution order", *_UNUSUAL, left=range(5))
         for row in stage.bad:
-            table.add_row(Text(row.module), row.module_class, row.entry, row.path, row.what)
+            _add(table, row.module, row.module_class, row.entry, row.path, row.what)
         yield table
     if unusual := [(stage, row) for stage in health.stages for row in stage.unusual]:
         unusual.sort(key=lambda found: -found[1].weight)
@@ -206,12 +232,12 @@ def health_renderables(health: Health) -> Iterator[RenderableType]:
         for stage, row in unusual:
             if (row.module, row.path) not in seen and len(seen) < 20:
                 seen.add((row.module, row.path))
-                table.add_row(Text(row.module), row.module_class, row.entry, row.path, row.what, f"{stage.place.moment}, {stage.place.rank_name}")
+                _add(table, row.module, row.module_class, row.entry, row.path, row.what, f"{stage.place.moment}, {stage.place.rank_name}")
         yield table
     table = _table("Steps, stages and ranks", "step and stage", "rank", "calls", "with NaN or Inf", "first", left=(0, 1, 4))
     for stage in health.stages[:MAX_LINES]:
         at = f"{subject(stage.divergence)}, {stage.pass_label}" if stage.divergence else "–"
-        table.add_row(stage.place.moment, stage.place.rank_name, f"{stage.num_calls:,}", f"{stage.num_bad_calls:,}", Text(at))
+        _add(table, stage.place.moment, stage.place.rank_name, f"{stage.num_calls:,}", f"{stage.num_bad_calls:,}", at)
     yield table
     for stage in health.stages:
         if stage.note:
@@ -226,7 +252,7 @@ def health_headline(health: Health) -> str:
     first = health.first
     if first is None or first.divergence is None:
         return f"No NaN and no Inf in {sum(stage.num_calls for stage in health.stages):,} calls of {len(health.stages)} captures."
-    return f"First NaN or Inf: {subject(first.divergence)} in {first.place.moment}, {first.pass_label}, {first.divergence.direction}."
+    return f"First NaN or Inf: {subject(first.divergence)} in {first.place.moment}, {_moment(first.pass_label, first.divergence)}."
 
 
 def _health_explanation(health: Health) -> Iterator[str]:
@@ -249,6 +275,8 @@ _HEALTH_REASONS = {
     Kind.INPUTS: "It comes from outside of the model.",
     Kind.PARAMETERS: "Its parameters hold it before it runs: an optimizer step, a checkpoint or a weight sync.",
     Kind.PARAMETER_GRADIENT: "The gradient that comes in is finite, that of its parameters is not.",
+    Kind.OPTIMIZER_GRADIENT: "Adding up the gradients of the passes, reducing them over ranks or clipping them makes it.",
+    Kind.OPTIMIZER: "The optimizer makes it of finite gradients.",
 }
 
 
