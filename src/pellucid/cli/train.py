@@ -160,9 +160,10 @@ def _recorded_exit(run: Run) -> Iterator[None]:
         sys.exit(1)
     except NonFiniteError as error:
         reason = str(error)
-        latest, failures = run.store.latest(), run.run_dir.path / "failures"
+        latest, saved = run.store.latest(), error.folder
+        there = "" if saved is None else f"The batch is in {saved}. Repeat it alone: pellucid precision replay {saved}\n"
         error_console.print(
-            f"{error}\n{f'The batch is in {failures}. ' if failures.exists() else ''}No checkpoint was written of it; the last one is "
+            f"{error}.\n{there}No checkpoint was written of it; the last one is "
             f"{'none' if latest is None else f'step {latest}'}. Lower the learning rate, or train in float32, and start again "
             "to continue from there.",
             style="red",

@@ -21,6 +21,7 @@ from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import RunConfig
 from pellucid.config.plan import build_plan, read_model_facts
 from pellucid.console import console, notice
+from pellucid.controller.failures import Given, failure_kept
 from pellucid.controller.make_roles import (
     check_roles,
     choose_estimator,
@@ -87,10 +88,15 @@ class Run:
         return self.profiler.process.spans
 
     @contextmanager
-    def stage(self, stage: Stage, step: int, num_units: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Enclose a stage, for the display, the watchdog, the timeline and the profiler; gives what counts finished units."""
+    def stage(
+        self, stage: Stage, step: int, num_units: int | None = None, given: Given | None = None
+    ) -> Iterator[Callable[[int], None]]:
+        """Enclose a stage, for the display, the watchdog, the timeline and the profiler; gives what counts finished units.
+
+        What it is `given` to work on is saved when NaN or Inf ends it.
+        """
         advance = self.display.stage(stage, num_units)
-        with self.profiler.process.stage(stage, step):
+        with failure_kept(self, stage, step, given), self.profiler.process.stage(stage, step):
             yield advance
 
     @property

@@ -18,11 +18,11 @@ from pellucid.roles.protocol import RewardRole
 from pellucid.stages import Stage
 from pellucid.types import Rollout
 
-EnterStage = Callable[[Stage, int, int], AbstractContextManager[Callable[[int], None]]]
-"""From a stage, its step and its number of units to a context round it that gives what counts finished ones."""
+EnterStage = Callable[[Stage, int, int, list[Rollout]], AbstractContextManager[Callable[[int], None]]]
+"""From a stage, its step, its number of units and what it scores to a context round it that gives what counts finished ones."""
 
 
-def _unseen(stage: Stage, step: int, num_units: int) -> AbstractContextManager[Callable[[int], None]]:
+def _unseen(stage: Stage, step: int, num_units: int, given: list[Rollout]) -> AbstractContextManager[Callable[[int], None]]:
     return nullcontext(lambda num_finished: None)
 
 
@@ -77,10 +77,10 @@ class Rewards:
                 lane, uid = lanes.take(wall_us, duration_s), rollout.prompt.uid
                 self.spans.record("reward_call", wall_us, duration_s, lane=lane, step=step, uid=uid, ok=ok)
 
-            with enter(Stage.REWARD, step, len(rollouts)) as advance:
+            with enter(Stage.REWARD, step, len(rollouts), rollouts) as advance:
                 stats = self.scorer.score(rollouts, on_done=lambda _: advance(1), on_call=show)
         if self.model is not None:
-            with enter(Stage.COMPUTE_RM_SCORE, step, len(rollouts)) as advance:
+            with enter(Stage.COMPUTE_RM_SCORE, step, len(rollouts), rollouts) as advance:
                 self._add_model_scores(rollouts, advance)
         return stats
 

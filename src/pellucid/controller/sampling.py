@@ -9,6 +9,7 @@ import torch
 
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.controller.build import Run
+from pellucid.controller.failures import GenerateCall
 from pellucid.errors import UserError
 from pellucid.rollout.protocol import SamplingParams
 from pellucid.stages import Stage
@@ -98,7 +99,8 @@ def num_tokens(rollouts: list[Rollout]) -> float:
 def _generate(
     run: Run, prompts: list[Prompt], params: SamplingParams, stream: tuple[str | int, ...], step: int
 ) -> list[Rollout]:
-    with run.stage(Stage.ROLLOUT_GENERATE, step, len(prompts) * params.n) as advance:
+    call = GenerateCall(prompts, params, stream)
+    with run.stage(Stage.ROLLOUT_GENERATE, step, len(prompts) * params.n, call) as advance:
         return run.rollout_engine.generate(prompts, params, stream=stream, on_done=advance)
 
 

@@ -3,8 +3,6 @@
 Scored rollouts come from `sampling.py`; what leaves is the step's metrics and, on disk, its rollout dump.
 """
 
-from safetensors.torch import save_file
-
 from pellucid.algo.advantages import AdvantageInputs
 from pellucid.algo.aggregation import masked_mean
 from pellucid.algo.correction import correct
@@ -22,7 +20,6 @@ from pellucid.controller.step_metrics import (
 )
 from pellucid.rollout_dump import write_rollouts
 from pellucid.stages import Stage
-from pellucid.training.protocol import NonFiniteError
 from pellucid.types import Batch
 
 
@@ -30,7 +27,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     """Run one step and return its metrics (validation, checkpoint and timings are the loop's).
 
     Raises:
-        NonFiniteError: NaN or Inf in an update; the batch is in `failures/` of the run.
+        NonFiniteError: NaN or Inf; what it came of is in `failures/` of the run.
     """
     epoch = run.loader.epoch
     with progress_kept(run, step):
@@ -61,13 +58,13 @@ def compute_experience(run: Run, batch: Batch, step: int) -> None:
         batch.old_logp = batch.rollout_logp
     elif run.needs_old_log_probs:
         exact_kl = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
-        with run.stage(Stage.ACTOR_COMPUTE_LOG_PROB, step, len(batch)) as advance:
+        with run.stage(Stage.ACTOR_COMPUTE_LOG_PROB, step, len(batch), batch) as advance:
             run.actor.compute_log_probs(batch, advance, exact_kl=exact_kl)
     if run.reference is not None and run.config.samples_kl:
-        with run.stage(Stage.REF_COMPUTE_LOG_PROB, step, len(batch)) as advance:
+        with run.stage(Stage.REF_COMPUTE_LOG_PROB, step, len(batch), batch) as advance:
             run.reference.compute_log_probs(batch, advance)
     if run.critic is not None:
-        with run.stage(Stage.COMPUTE_VALUES, step, len(batch)) as advance:
+        with run.stage(Stage.COMPUTE_VALUES, step, len(batch), batch) as advance:
             run.critic.compute_values(batch, advance)
 
 
@@ -125,19 +122,18 @@ def correct_mismatch(run: Run, batch: Batch, step: int) -> dict[str, float]:
 
 
 def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Update the critic and, once it is warm, the actor; on NaN or Inf save the batch and pass the error on."""
+    """Update the critic and, once it is warm, the actor.
+
+    Raises:
+        NonFiniteError: NaN or Inf; the batch is saved.
+    """
     metrics: dict[str, float] = {}
-    try:
-        if run.critic is not None:
-            with run.stage(Stage.CRITIC_UPDATE, step, len(batch) * run.config.critic.ppo_epochs) as advance:
-                metrics |= run.critic.update(batch, step=step, on_done=advance)
-        if step > run.config.trainer.critic_warmup:
-            num_samples = len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs
-            with run.stage(Stage.ACTOR_UPDATE, step, num_samples) as advance:
-                metrics |= run.actor.update(batch, step=step, on_done=advance)
-    except NonFiniteError:
-        folder = run.run_dir.path / "failures" / f"step_{step:06d}"
-        write_rollouts(folder / "rollouts.jsonl.zst", batch.rollouts, step, pieces=run.token_pieces)
-        save_file({name: tensor.clone() for name, tensor in batch.tensors().items()}, folder / "batch.safetensors")
-        raise
+    if run.critic is not None:
+        num_samples = len(batch) * run.config.critic.ppo_epochs
+        with run.stage(Stage.CRITIC_UPDATE, step, num_samples, batch) as advance:
+            metrics |= run.critic.update(batch, step=step, on_done=advance)
+    if step > run.config.trainer.critic_warmup:
+        num_samples = len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs
+        with run.stage(Stage.ACTOR_UPDATE, step, num_samples, batch) as advance:
+            metrics |= run.actor.update(batch, step=step, on_done=advance)
     return metrics

@@ -8,22 +8,28 @@ from collections.abc import Callable
 
 from pellucid.console import notice
 from pellucid.controller.build import Run
+from pellucid.controller.failures import GenerateCall
 from pellucid.controller.sampling import validation_sampling
 from pellucid.rollout.protocol import RolloutEngine, SamplingParams
 from pellucid.stages import Stage
 from pellucid.types import Prompt, Rollout
 
+STREAM = ("validate",)
+"""The same random stream at every validation: two validations differ by the weights alone."""
+
 
 def validate(run: Run, *, step: int) -> dict[str, float]:
     """Answer and score the run's validation prompts; return the metrics."""
     config = run.config.actor_rollout_ref.rollout
-    with run.stage(Stage.VALIDATE, step, len(run.val_prompts) * config.val_kwargs.n) as advance:
+    params = validation_sampling(config)
+    call = GenerateCall(run.val_prompts, params, STREAM)
+    with run.stage(Stage.VALIDATE, step, len(run.val_prompts) * config.val_kwargs.n, call) as advance:
         rollouts = answer(
             run.validation_engine,
             # Answers are what is counted; their scores only say that validation goes on.
             lambda rollouts: run.rewards.score_validation(rollouts, lambda _: advance(0)),
             run.val_prompts,
-            validation_sampling(config),
+            params,
             batch_size=run.config.data.val_batch_size,
             on_done=advance,
         )
@@ -43,8 +49,7 @@ def answer(
     rollouts: list[Rollout] = []
     size = batch_size or max(len(prompts), 1)
     for start in range(0, len(prompts), size):
-        # The same random stream at every validation: two validations differ by the weights alone.
-        batch = engine.generate(prompts[start : start + size], params, stream=("validate",), on_done=on_done)
+        batch = engine.generate(prompts[start : start + size], params, stream=STREAM, on_done=on_done)
         score(batch)
         rollouts += batch
     return rollouts

@@ -17,6 +17,10 @@ class ScoringRole(Protocol):
         """Return the arithmetic done since the last call, on all ranks together."""
         ...
 
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        """Write the asked-for parts (`model`, `optimizer`) into `folder`."""
+        ...
+
 
 class TrainedRole(ScoringRole, Protocol):
     """A role whose model learns."""
@@ -24,10 +28,6 @@ class TrainedRole(ScoringRole, Protocol):
     @property
     def version(self) -> int:
         """Number of optimizer steps that made the current weights."""
-        ...
-
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Write the asked-for parts (`model`, `optimizer`) into `folder`."""
         ...
 
     def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:

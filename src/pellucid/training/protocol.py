@@ -41,6 +41,8 @@ class NonFiniteError(RuntimeError):
         """
         super().__init__(quantity, value, rows)
         self.quantity, self.value, self.rows, self.finding, self.mini_batch = quantity, value, rows, finding, mini_batch
+        self.folder: Path | None = None
+        """What it was computed from is saved there."""
 
     def __str__(self) -> str:
         at = f" at samples {self.rows[:8]}{'…' if len(self.rows) > 8 else ''}" if self.rows else ""

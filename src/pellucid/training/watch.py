@@ -113,7 +113,8 @@ class NanWatch:
         engine = self._engine
         models: dict[str, torch.nn.Module] = {"": engine.model}
         if isinstance(work.head, LogProbHead) and work.head.reference is not None:
-            models |= {"reference: ": module for module in work.head.reference.modules if module is not engine.model}
+            others = [module for module in work.head.reference.modules if module is not engine.model]
+            models |= {f"reference{index or ''}: ": module for index, module in enumerate(others)}
         locator = Locator(models)
         engine.model.train(work.loss is not None)
         with torch.set_grad_enabled(work.loss is not None), locator:

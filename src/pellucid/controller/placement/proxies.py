@@ -40,6 +40,10 @@ class RemoteRole:
         self.version, self._flops = first.versions[self.name], first.flops[self.name]
         return first.value
 
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        """See `ScoringRole.save`."""
+        self._run("save", folder.absolute(), contents)
+
     def take_flops(self) -> float:
         """See `ScoringRole.take_flops`."""
         done, self._flops_taken = self._flops - self._flops_taken, self._flops
@@ -48,10 +52,6 @@ class RemoteRole:
 
 class RemoteTrainedRole(RemoteRole):
     """See `TrainedRole`."""
-
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """See `TrainedRole.save`."""
-        self._run("save", folder.absolute(), contents)
 
     def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
         """See `TrainedRole.start_saving`."""
