@@ -175,6 +175,17 @@ def test_other_threads_are_not_recorded(model, tmp_path):
     assert not [name for name in entries if "softplus" in name or name.startswith("Module")]
 
 
+def test_backward_passes_are_recorded_on_whichever_thread(model, tmp_path):
+    def run(model):  # as with accelerators, where autograd has a thread for each device
+        thread = threading.Thread(target=model(input_ids=TOKENS).logits.mean().backward)
+        thread.start()
+        thread.join()
+
+    entries = capture([model], tmp_path, run, level="mix")
+    assert {"Module.lm_head.Linear.backward.0", "Functional.linear.0.backward"} <= entries.keys()
+    assert "Module.lm_head.Linear.parameters_grad.0" in entries
+
+
 def test_recomputed_activations_do_not_end_the_recording(model, tmp_path):
     def run(model):
         inputs = torch.ones(2, 32, requires_grad=True)
