@@ -114,10 +114,13 @@ class NativeSession:
         self._running.clear()  # of a pass that ended in an exception
         self._recorder.begin_pass(unit, spans())
         if not self._parameters:
-            self._measure_parameters()
+            self._guarded(self._measure_parameters)()
 
     def results(self, tensors: dict[str, torch.Tensor]) -> None:
         """The pass's output head has computed these."""
+        self._guarded(self._record_results)(tensors)
+
+    def _record_results(self, tensors: dict[str, torch.Tensor]) -> None:
         number = self._next_call(HEAD)
         self._recorder.add(Entry(f"{HEAD}.forward.{number}", None, {"output": [self._recorder.measure(tensors)]}))
         backward = Entry(f"{HEAD}.backward.{number}", None, {"input": [{}]})
@@ -138,7 +141,7 @@ class NativeSession:
         index = len(self._about.mini_batches)
         self._about.mini_batches.append(self._first_pass)
         self._first_pass = len(self._recorder.passes)
-        self._measure_parameters()
+        self._guarded(self._measure_parameters)()
         for prefix, _ in self._owners:
             groups = {"input": [self._used.get(prefix, {})], "output": [self._parameters[prefix]]}
             self._recorder.add(Entry(f"{prefix}.optimizer.{index}", None, groups))
@@ -188,8 +191,8 @@ class NativeSession:
             self._handles.append(module.register_full_backward_hook(self._guarded(partial(self._backward, prefix))))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and not isinstance(parameter, DTensor) and not self._is_flat:
-                hook = partial(self._parameter_gradient, prefix, name)
-                self._handles.append(parameter.register_hook(self._guarded(hook)))
+                hook = self._guarded(partial(self._parameter_gradient, prefix, name))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _before(self, prefix: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not self._listens():
@@ -223,13 +226,13 @@ class NativeSession:
         groups = {"input": self._recorder.measure(grad_output), "output": self._recorder.measure(grad_input)}
         self._recorder.add(Entry(f"{prefix}.backward.{number}", None, groups))
 
-    def _parameter_gradient(self, prefix: str, name: str, gradient: torch.Tensor) -> None:
-        """One micro-batch's share of a parameter's gradient; a module's parameters have an entry together."""
-        number = len(self._recorder.passes) - 1
-        entry_name = f"{prefix}.parameters_grad" + (f".{number}" if number > 0 else "")
+    def _parameter_gradient(self, prefix: str, name: str, parameter: torch.Tensor) -> None:
+        """A parameter's gradient as summed up so far, after each pass; a module's parameters have an entry together."""
+        assert parameter.grad is not None
+        entry_name = f"{prefix}.parameters_grad.{max(len(self._recorder.passes) - 1, 0)}"
         if entry_name not in self._gradients:
             self._gradients[entry_name] = self._recorder.add(Entry(entry_name, None, {}))
-        self._gradients[entry_name].groups[name] = [self._recorder.leaf(gradient)]
+        self._gradients[entry_name].groups[name] = [self._recorder.leaf(parameter.grad)]
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
@@ -240,7 +243,6 @@ class NativeSession:
 
     def _part(self, tensor: torch.Tensor) -> Leaf:
         """Measure a parameter, a gradient, or this rank's part of one."""
-        tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
             shard = (self._about.rank, self._about.num_ranks) if self._is_flat else None
             return self._recorder.leaf(tensor, shard)
