@@ -16,7 +16,7 @@ demo: .venv/installed  ## train the built-in model and show what came of it
 	$(BIN)/pellucid rollouts outputs/pellucid/demo --limit 3
 
 test: .venv/installed  ## run every test
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder  # two cores; many tests wait a lot
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder  # two cores; many tests wait a lot
 
 lint: .venv/installed
 	$(BIN)/ruff check src tests benchmarks examples

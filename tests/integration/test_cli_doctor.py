@@ -76,6 +76,7 @@ def test_a_wrong_recipe_is_no_finding(work):
     assert "Did you mean 'data.train_batch_size'?" in done.text
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_more_ranks_than_cores(work):
     """The ranks find no place, and Ray itself is still tried."""
@@ -87,6 +88,7 @@ def test_more_ranks_than_cores(work):
     assert found["ray"]["status"] == "ok" and "every rank" not in found["ray"]["found"]
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_ray_starts_and_has_a_place_for_each_rank(work):
     pytest.importorskip("ray")
@@ -97,6 +99,7 @@ def test_ray_starts_and_has_a_place_for_each_rank(work):
     assert not work.run_dir.exists()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_a_cluster_that_does_not_answer_and_a_port_in_use(work):
     pytest.importorskip("ray")

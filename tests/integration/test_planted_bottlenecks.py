@@ -96,6 +96,7 @@ def test_a_run_whose_only_step_is_captured_is_reported_without_what_that_took(pl
     assert "Captured, and slower for it: step 1." in done.text and "Captured, and slower for it: step 1." in page
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_the_rank_that_has_more_to_do_is_the_bottleneck(planted: Workspace) -> None:
     pytest.importorskip("ray")
@@ -108,6 +109,7 @@ def test_the_rank_that_has_more_to_do_is_the_bottleneck(planted: Workspace) -> N
     assert waits["policy rank 0"] > BUSY_S * 0.9 > waits["policy rank 1"]
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_the_rank_that_sleeps_is_the_bottleneck_and_shows_in_the_merged_trace(planted: Workspace) -> None:
     pytest.importorskip("ray")

@@ -239,6 +239,7 @@ def test_the_timeline_shows_every_micro_batch_and_reward_call(work: Workspace) -
     assert all("cpu_s" in event["args"] for event in events if event["tid"] == 0)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["end-to-end", "discrete"])
 def test_ranks_asked_for_are_captured_and_no_others(work: Workspace, mode: str) -> None:

@@ -15,7 +15,7 @@ from conftest import Workspace, metrics
 from pellucid.cli.export import load_trained
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 RANKS = ("trainer.placement=ray", "trainer.n_gpus_per_node=2")
 QUIET = ("data.val_files=null", "trainer.save_freq=-1", "trainer.val_before_train=false")
