@@ -1,6 +1,6 @@
-"""`pellucid precision compare|report|digest`: where captures of the precision debugger go apart, or hold NaN; nothing is started.
+"""`pellucid precision compare|report|digest|replay`: where numbers first go wrong.
 
-Reads captures. Torch is imported by no command here.
+The first three read captures, without torch; `replay` runs a stage that NaN ended once more.
 """
 
 from __future__ import annotations
@@ -170,6 +170,31 @@ def _compare(
             notes=notes,
             on_pair=advance,
         )
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(help="What NaN left behind: <run>/failures/step_N.")],
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda or npu; the run's own by default.")] = None,
+) -> None:
+    """Run the stage that NaN or Inf ended again, alone, and name module and token; status 1 if it is found again.
+
+    [bold]pellucid precision replay outputs/pellucid/demo/failures/step_000007[/bold]
+    """
+    from pellucid.controller.replay import replay as run_again
+
+    done = run_again(folder, device)
+    at = f"{done.failure.stage} of step {done.failure.step}"
+    if not done.own_weights:
+        console.print(f"the weights of the failure were not saved in {folder}: these are the model's own", style="yellow", markup=False)
+    if done.error is None:
+        console.print(
+            f"{at} is finite this time, in one process on one device: what ended the run is not reproducible from its batch and weights.",
+            markup=False,
+        )
+        return
+    console.print(f"found again in {at}: {done.error}.\ncapture: {done.capture}", style="red", markup=False, emoji=False, soft_wrap=True)
+    raise typer.Exit(1)
 
 
 def _compare_rollout(run: Path, rtol: float | None, step: int | None, stage: str | None, limit: int) -> Comparison:

@@ -168,6 +168,7 @@ def _recorded_exit(run: Run) -> Iterator[None]:
             "to continue from there.",
             style="red",
             markup=False,
+            emoji=False,  # `task:train:7` holds none
         )
         sys.exit(1)
     except BaseException as error:

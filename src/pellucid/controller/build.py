@@ -240,7 +240,7 @@ def build_run(
         token_pieces=TokenPieces(inputs.tokenizer),
         loader=loader,
         val_prompts=inputs.val_prompts,
-        rollout_engine=_with_mismatch(config, roles.rollout),
+        rollout_engine=with_mismatch(config, roles.rollout),
         rewards=Rewards(config.reward_model, inputs.scorer, roles.reward_model, rollout_config.response_length, spans),
         estimator=inputs.estimator,
         correction=correction_settings(config.algorithm),
@@ -261,7 +261,7 @@ def _own_request(config: RunConfig, run_dir: RunDir) -> ProcessRequest | None:
     return controller_request(config, run_dir.path, needed_roles(config), device)
 
 
-def _with_mismatch(config: RunConfig, engine: RolloutEngine) -> RolloutEngine:
+def with_mismatch(config: RunConfig, engine: RolloutEngine) -> RolloutEngine:
     """Return the engine that training samples come from: the one given, unless the laboratory is on."""
     simulate, seed = config.actor_rollout_ref.rollout.simulate_mismatch, config.actor_rollout_ref.rollout.seed
     settings = MismatchSettings(simulate.dtype, simulate.stale_steps, simulate.noise)

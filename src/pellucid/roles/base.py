@@ -36,6 +36,10 @@ class Role:
         """The samples that the engine is working on at this moment."""
         return self.engine.in_hand
 
+    def watch_for_nan(self, on: bool) -> None:
+        """See `TrainingEngine.watch_for_nan`."""
+        self.engine.watch_for_nan(on)
+
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """See `TrainingEngine.save`."""
         self.engine.save(folder, contents)

@@ -106,7 +106,11 @@ class FsdpEngine:
             self._num_parameters, self._num_trainable = sharding.num_parameters, sharding.num_trainable
             if optimizer is not None:
                 optimizer.sharding = sharding
-        self._watch = NanWatch(self) if nan_sentinel else None
+        self.watch_for_nan(nan_sentinel)
+
+    def watch_for_nan(self, on: bool) -> None:
+        """See `TrainingEngine.watch_for_nan`."""
+        self._watch = NanWatch(self) if on else None
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:

@@ -131,10 +131,18 @@ class TrainingEngine(Protocol):
         """The model, or each chunk of one that is cut into several."""
         ...
 
+    def watch_for_nan(self, on: bool) -> None:
+        """Watch all passes from now on for NaN and Inf, and find out where they begin; or no longer."""
+        ...
+
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:
-        """Compute the head's results for the responses, without gradient."""
+        """Compute the head's results for the responses, without gradient.
+
+        Raises:
+            NonFiniteError: something is NaN or Inf, and the engine watches for it.
+        """
         ...
 
     def train_mini_batch(

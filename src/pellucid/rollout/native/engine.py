@@ -73,7 +73,11 @@ class NativeRolloutEngine:
         self._active: _Generation | None = None
         self.probe = probe
         self._max_num_seqs, self._max_prefill_tokens, self._seed = max_num_seqs, max_num_batched_tokens, seed
-        self._flags = layer_flags(self) if nan_sentinel else None
+        self.watch_for_nan(nan_sentinel)
+
+    def watch_for_nan(self, on: bool) -> None:
+        """See `TrainingEngine.watch_for_nan`."""
+        self._flags = layer_flags(self) if on else None
 
     def capture_tool(self, tool: Tool) -> Tool:
         """See `RolloutEngine.capture_tool`: this engine runs where the tool does."""
