@@ -204,7 +204,7 @@ def test_every_chunk_is_captured(model, tmp_path):
     assert {"Module.0.layers.1.LlamaDecoderLayer.forward.0", "Module.1.0.Linear.forward.0"} <= entries.keys()
 
 
-def test_what_outlives_the_stage_is_of_no_capture(model, tmp_path):
+def test_what_outlives_the_stage_is_of_no_capture(model, tmp_path, caplog):
     losses = []
     capture([model], tmp_path, lambda model: losses.append(model(input_ids=TOKENS).logits.mean()), level="mix")
 
@@ -214,6 +214,7 @@ def test_what_outlives_the_stage_is_of_no_capture(model, tmp_path):
     losses[0].backward(retain_graph=True)
     assert capture([model], tmp_path, old_backward, level="mix") == {}
     assert model.lm_head.weight.grad.abs().sum() > 0
+    assert "msprobe" not in caplog.text
 
 
 def test_neither_verl_nor_megatron_makes_a_difference(model, tmp_path, monkeypatch):

@@ -134,7 +134,6 @@ class MsprobeSession:
         msprobe = _internals()
         with undo, _explained(msprobe):
             msprobe.PrecisionDebugger.stop()
-            msprobe.PrecisionDebugger.step()
         return sorted(path for path in self.target.rglob("*") if path.is_file())
 
     def _target(self, call: int) -> Path:
