@@ -34,7 +34,8 @@ MEASURABLE = frozenset((*_FLOATS, *_INTEGERS, torch.complex64, torch.complex128)
 
 _BLOCK_BYTES, _CHUNK_BYTES = 8192, 1 << 20  # as in kernels.py, which only numba can import
 _THREADS_BYTES = 8 << 20  # from which on waking other threads pays
-_PIECE_ELEMENTS = 1 << 24  # of a tensor that PyTorch's reductions look at together: bounds the memory that their masks take
+# Of a tensor that PyTorch's reductions look at together: bounds the memory that their masks take; on CPU also keeps it at hand.
+_PIECE_ELEMENTS, _PIECE_ELEMENTS_CPU = 1 << 24, 1 << 18
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _NO_SPANS = np.zeros((0, 2), dtype=np.int64)
 
@@ -325,6 +326,7 @@ class _TorchBackend:
         self._counts = torch.zeros((1024, 5), dtype=torch.int64, device=device)
         self._span_sums: list[Tensor] = []
         self._span_bad: list[Tensor] = []
+        self._piece = _PIECE_ELEMENTS_CPU if device.type == "cpu" else _PIECE_ELEMENTS
         self._mix = _Mix(device)
 
     def reserve(self, num_rows: int) -> None:
@@ -338,8 +340,8 @@ class _TorchBackend:
         low, high = torch.aminmax(values)
         sums = self._sums(values, 0)
         self._floats[row] = torch.cat((torch.stack((low, high)).to(self._sum_dtype), sums))
-        pieces = range(0, len(flat), _PIECE_ELEMENTS)
-        counts = [self._counts_of(flat[first : first + _PIECE_ELEMENTS], first, is_float) for first in pieces]
+        pieces = range(0, len(flat), self._piece)
+        counts = [self._counts_of(flat[first : first + self._piece], first, is_float) for first in pieces]
         self._counts[row] = counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
         if spans is not None:
             self._add_spans(values, spans, is_float)
@@ -375,7 +377,7 @@ class _TorchBackend:
 
     def _add_spans(self, values: Tensor, spans: Spans, is_float: bool) -> None:
         by_token = values.view(spans.num_tokens, -1)
-        step = max(_PIECE_ELEMENTS // by_token.shape[1], 1)
+        step = max(self._piece // by_token.shape[1], 1)
         sums = self._sums(by_token, 1)
         bad = torch.zeros(spans.num_tokens, dtype=torch.int64, device=self.device)
         if is_float:
