@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import sqlite3
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,16 @@ def ranges(path: Path) -> Counter[str]:
     """Return how often each stage and unit is a range of a torch trace."""
     names = Counter(event["name"] for event in trace(path)["traceEvents"] if event.get("cat") == "user_annotation")
     return Counter({name: count for name, count in names.items() if "#" not in name})
+
+
+def nsys_ranges(report: Path, folder: Path) -> Counter[str]:
+    """Return how often each NVTX range is in a report of nsys; of those that a killed process left open, too."""
+    database = folder / f"{report.name}.sqlite"
+    command = ["nsys", "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
+    subprocess.run(command, check=True, capture_output=True)
+    texts = "SELECT coalesce(text, (SELECT value FROM StringIds WHERE id = textId)) FROM NVTX_EVENTS"
+    with sqlite3.connect(database) as tables:
+        return Counter(text for (text,) in tables.execute(texts) if text)
 
 
 def trace(path: Path) -> dict[str, Any]:

@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sqlite3
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import commands
 import psutil
 import pytest
 from commands import Command, run_fresh, wait_for
-from profiles import manifest
+from profiles import manifest, nsys_ranges
 
 from conftest import Workspace, last_checkpoint, metrics
 from pellucid.profiler.nsys_files import importer
@@ -40,23 +38,13 @@ HELD = "reward_model.custom_reward_function.path=held.py"
 
 
 
-def ranges(report: Path, folder: Path) -> Counter[str]:
-    """Return how often each NVTX range is in a report; of those that a killed process left open, too."""
-    database = folder / f"{report.name}.sqlite"
-    command = ["nsys", "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
-    subprocess.run(command, check=True, capture_output=True)
-    texts = "SELECT coalesce(text, (SELECT value FROM StringIds WHERE id = textId)) FROM NVTX_EVENTS"
-    with sqlite3.connect(database) as tables:
-        return Counter(text for (text,) in tables.execute(texts) if text)
-
-
 def reports(work: Workspace) -> dict[str, Counter[str]]:
     """Return the ranges of each file of the run's manifest, after checking that it names all files and only these."""
     content = manifest(work.run_dir)
     folder = work.run_dir / "profile"
     assert not list(folder.glob("nsys-in-progress-*"))
     assert not [path for path in work.run_dir.rglob("*") if path.stat().st_mode & 0o002], "nsys clears the umask"
-    return {file["path"]: ranges(folder / file["path"], work.folder) for file in content["files"]}
+    return {file["path"]: nsys_ranges(folder / file["path"], work.folder) for file in content["files"]}
 
 
 def pids(work: Workspace) -> dict[str, int]:
@@ -93,19 +81,6 @@ def test_discrete_captures_count_the_stages_in_order(work: Workspace) -> None:
         folder = "rollout_replica0/" if entry["stage"] == "rollout_generate" else ""
         assert entry["path"] == f"{folder}worker_process_{pid}.{number}.nsys-rep"
         assert {name for name in found[entry["path"]] if name in STAGES} == {entry["stage"]}
-
-
-def test_of_two_ranks_only_the_one_chosen_and_the_controller(work: Workspace) -> None:
-    pytest.importorskip("ray")
-    ranks = ("trainer.placement=ray", "trainer.n_gpus_per_node=2", f"{ACTOR}.all_ranks=false", f"{ACTOR}.ranks=[1]")
-    work.train(*ON, QUIET, *ranks, "trainer.total_training_steps=2", "global_profiler.steps=[1,2]")
-    found, pid = reports(work), pids(work)
-    worker = [f"worker_process_{pid['policy_rank_1']}.{step}.nsys-rep" for step in (1, 2)]
-    controller = f"controller_process_{pid['controller']}.nsys-rep"
-    assert set(found) == {*worker, controller} and set(pid) == {"policy_rank_1", "controller"}
-    assert all(found[name][stage] == 1 for name in worker for stage in ("rollout_generate", "actor_update"))
-    assert all(found[controller][stage] == 2 for stage in STAGES - {"weight_sync"}) and not found[controller]["micro_batch"]
-    assert manifest(work.run_dir)["complete"]
 
 
 def start_held(work: Workspace, *overrides: str) -> Command:
@@ -164,7 +139,8 @@ def test_a_failing_step_keeps_its_capture_and_the_status(work: Workspace) -> Non
     assert name.endswith(".1.nsys-rep") and names["rollout_generate"] == names["reward"] == 1
 
 
-def test_a_killed_rank_leaves_its_file(work: Workspace) -> None:
+@pytest.mark.ray
+def test_of_two_ranks_the_one_chosen_leaves_its_file_even_if_it_is_killed(work: Workspace) -> None:
     pytest.importorskip("ray")
     ranks = ("trainer.placement=ray", "trainer.n_gpus_per_node=2", f"{ACTOR}.all_ranks=false", f"{ACTOR}.ranks=[0]")
     command = start_held(work, *ranks, "global_profiler.steps=[1]")
@@ -176,7 +152,9 @@ def test_a_killed_rank_leaves_its_file(work: Workspace) -> None:
     assert done.status == 1 and "policy rank 0: the process died" in done.output, done.output
     found = reports(work)
     assert found[f"worker_process_{rank}.1.nsys-rep"]["rollout_generate"] == 1
-    assert found[f"controller_process_{pids(work)['controller']}.nsys-rep"]["reward"] == 1
+    pid = pids(work)
+    assert set(pid) == {"policy_rank_0", "controller"} and len(found) == 2
+    assert found[f"controller_process_{pid['controller']}.nsys-rep"]["reward"] == 1
 
 
 def test_an_option_that_nsys_does_not_know_is_said_and_training_goes_on(work: Workspace) -> None:

@@ -10,15 +10,17 @@ from typing import Any
 import commands
 import pytest
 from commands import Done, Server
-from profiles import manifest, ranges
+from profiles import manifest, nsys_ranges, ranges
 
 from conftest import Workspace
 from contract.npu_stub import make_stub_package
+from pellucid.profiler.nsys_files import importer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "profiling"
 GUIDE_STEPS = (1, 2, 5)
 STAGES = ("rollout_generate", "actor_compute_log_prob", "ref_compute_log_prob", "actor_update")
+CONTROLLER_STAGES = ("rollout_generate", "reward", "advantage", "correction", "actor_update")
 RANKS = ("policy_rank_0", "policy_rank_1")
 Captures = set[tuple[int, str | None, str]]
 """Step, stage and process; no stage: the whole step."""
@@ -144,6 +146,7 @@ def test_a_window_on_an_npu_differs_by_the_tools_name_alone(tmp_path: Path, npu_
     assert {file["units"]["first"] for file in files} == {2} and {file["units"]["count"] for file in files} == {3}
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nsys") is None, reason="needs nsys")
 @pytest.mark.parametrize("name", NSYS)
@@ -153,6 +156,12 @@ def test_the_nsight_guides_examples(work: Workspace, name: str) -> None:
     assert "trainer.profile_steps" in done.text and "are read as" in done.text
     files = files_of(work, run_dir)
     assert captures(files) == NSYS[name]
+    if name == "nsight_end_to_end" and importer() is not None:
+        whole = {file["process"]: nsys_ranges(run_dir / "profile" / file["path"], work.folder) for file in files if file["step"] == 1}
+        for rank in RANKS:
+            assert all(whole[rank][range_] == 1 for range_ in ("step_1", "rollout_generate", "actor_update")), whole[rank]
+        controller = whole["controller"]
+        assert all(controller[stage] == len(GUIDE_STEPS) for stage in CONTROLLER_STAGES) and not controller["micro_batch"], controller
 
 
 @pytest.mark.parametrize("which", ["example", "guide"])
