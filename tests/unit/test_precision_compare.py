@@ -154,7 +154,7 @@ def test_of_many_modules_with_other_parameters_the_first_is_named_and_they_are_c
     assert result.found is not None
     divergence = result.found.divergence
     assert (divergence.module, divergence.num_differing, divergence.num_with_parameters) == ("model.layers.1.mlp", 2, 2 * LAYERS + 1)
-    assert "first of 2 of 7 modules" in words_of(result)
+    assert "the first of 2 modules whose parameters differ, of 7." in words_of(result)
 
 
 def test_a_wrong_optimizer_step_shows_in_the_parameters_of_the_next_mini_batch():
@@ -222,7 +222,7 @@ def test_the_pass_and_the_sample_are_named():
     assert result.found is not None and result.found.comparison.pass_label == "micro-batch 2 of 2"
     samples = result.found.comparison.samples
     assert samples is not None and samples.differing == ("p1 sample 1 (response)",) and samples.total == 3
-    assert "Only 1 of the 3 samples" in words_of(result)
+    assert "Of 3 prompts and responses, 1 differ: p1 sample 1 (response)." in words_of(result)
 
 
 def test_one_decode_step_is_named():
@@ -444,7 +444,7 @@ def test_names_of_samples_are_shown_as_they_are():
     result = compare_by_sample([a], [b], place_of(a.dump, b.dump), names=("a", "b"))
     console = Console(file=io.StringIO(), width=300)
     console.print(*comparison_renderables(result))
-    assert isinstance(console.file, io.StringIO) and "of arithmetic:train:p" in console.file.getvalue()
+    assert isinstance(console.file, io.StringIO) and "over the response of arithmetic:train:p" in console.file.getvalue()
 
 
 def test_codes_of_errors_keep_their_order():

@@ -300,7 +300,7 @@ class _BySample:
             if found.first is not None and found.first is not found.fault:
                 result.first = describe(self.calls, self.errors, found.first, self.limits)
             self._add_samples(result, found.fault)
-        result.jumps = [self._row(candidate) for candidate in found.jumps[:limit]]
+        result.jumps = [self._row(candidate) for candidate in found.jumps if candidate.part is not Part.PARAMETERS][:limit]
         result.largest = self._largest(limit)
         for index, errors in self.errors.items():
             name = self.calls.names[index]
@@ -342,6 +342,7 @@ class _BySample:
             finding.path,
             finding.what,
             self.place.moment,
+            "",
         )
 
     def _largest(self, limit: int) -> list[Row]:

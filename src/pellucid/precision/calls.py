@@ -94,7 +94,7 @@ class Calls:
 
     def forward_of(self, index: int) -> int | None:
         """Return the forward call that a backward call, or a gradient of parameters, belongs to."""
-        if self.names[index].direction == FORWARD:
+        if self.names[index].direction in (FORWARD, OPTIMIZER):
             return None
         return self._twin(self.entries[index].name, FORWARD)
 
@@ -133,7 +133,7 @@ class Calls:
         """
         if name.direction == GRADIENTS and (backward := self._twin(entry.name, BACKWARD)) is not None:
             return backward
-        if name.direction != FORWARD:
+        if name.direction not in (FORWARD, OPTIMIZER):
             forward = self._twin(entry.name, FORWARD)
             while forward is not None and (outer := self.entries[forward].parent) is not None:
                 if (backward := self._twin(outer, BACKWARD)) is not None:

@@ -93,6 +93,8 @@ class Row:
     entry: str
     path: str
     detail: str
+    place: str
+    """Step, stage and rank."""
     pass_label: str
 
 
@@ -101,9 +103,9 @@ class Samples:
     """Whose tokens differ at a divergence."""
 
     differing: tuple[str, ...]
-    """`<uid> sample <n> (response)`; the largest error first."""
+    """`<uid> sample <n> (response)`, `<uid> (prompt)`; the largest error first."""
     total: int
-    """Of the pass."""
+    """How many prompts and responses there are."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -402,7 +404,8 @@ class _Pair:
         found = walk(self.calls, self.errors, self.limits)
         if found.fault is not None:
             self._explain(result, found, found.fault)
-        result.jumps = [self._row(candidate, result) for candidate in found.jumps[:limit]]
+        jumps = [candidate for candidate in found.jumps if candidate.part is not Part.PARAMETERS]
+        result.jumps = [self._row(candidate, result) for candidate in jumps[:limit]]
         result.largest = self._largest(result, limit)
         self._fill_cells(result, per_pass)
         result.notes = self._notes(result)
@@ -413,10 +416,7 @@ class _Pair:
 
     def _explain(self, result: StageComparison, found: Walk, fault: Candidate) -> None:
         divergence = describe(self.calls, self.errors, fault, self.limits)
-        result.divergence, result.pass_label = divergence, result.pass_labels[divergence.pass_index]
-        if divergence.direction == OPTIMIZER:
-            steps = {name.call for name in self.calls.names if name.direction == OPTIMIZER}
-            result.pass_label = f"optimizer step {self.calls.names[fault.entry].call + 1} of {len(steps)}"
+        result.divergence, result.pass_label = divergence, self._when(fault.entry, result)
         if found.first is not None and found.first is not fault:
             result.first = describe(self.calls, self.errors, found.first, self.limits)
         result.samples = self._samples(divergence)
@@ -447,8 +447,16 @@ class _Pair:
             self.a.entries[candidate.entry].name,
             candidate.finding.path,
             candidate.finding.what,
-            f"{self.place.moment}, {self.place.rank_name}, {result.pass_labels[self.calls.passes[candidate.entry]]}",
+            f"{self.place.moment}, {self.place.rank_name}",
+            self._when(candidate.entry, result),
         )
+
+    def _when(self, index: int, result: StageComparison) -> str:
+        """Return in which pass or optimizer step a call is."""
+        if self.calls.names[index].direction != OPTIMIZER:
+            return result.pass_labels[self.calls.passes[index]]
+        steps = {name.call for name in self.calls.names if name.direction == OPTIMIZER}
+        return f"optimizer step {self.calls.names[index].call + 1} of {len(steps)}"
 
     def _largest(self, result: StageComparison, limit: int) -> list[Row]:
         best: dict[tuple[str, str], Candidate] = {}

@@ -199,6 +199,8 @@ class _Scopes:
         self._scopes: dict[int | None, float] = {None: SAME}
         self._gradients = math.nan
         """The largest error of gradients of parameters so far."""
+        self._added_up: dict[str, float] = {}
+        """That of each module's latest: gradients of passes may be recorded as they add up."""
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield what is beyond the limit, in execution order."""
@@ -225,8 +227,8 @@ class _Scopes:
             own = max(own, parameters.error)
             if self._limits.beyond(parameters, exact=found.exact_parameters):
                 yield Candidate(index, Part.PARAMETERS, parameters, SAME, position)
-        if direction == OPTIMIZER and inputs is None:
-            own = outside
+        if inputs is None:  # not captured: what was there before it
+            own = outside if direction == OPTIMIZER else max(own, outside)
         self._scopes[index] = own if math.isnan(own) else max(own, _forward_error(self._calls, self._errors, index))
 
     def _end(self, index: int, found: CallErrors, position: int) -> Iterator[Candidate]:
@@ -235,7 +237,9 @@ class _Scopes:
         direction, scope = self._calls.names[index].direction, self._calls.parents[index]
         base = self._scopes[index]
         if direction == GRADIENTS:
-            base = max(base, self._scopes.get(scope, SAME))
+            module = self._calls.names[index].every_call
+            base = max(base, self._scopes.get(scope, SAME), self._added_up.get(module, SAME))
+            self._added_up[module] = output.error
             self._gradients = output.error if math.isnan(self._gradients) else max(self._gradients, output.error)
         if self._limits.beyond(output, exact=direction == OPTIMIZER and found.exact_parameters):
             yield Candidate(index, Part.OUTPUT, output, base, position)

@@ -39,8 +39,7 @@ class Unusual:
     """A tensor that stands out."""
 
     module: str
-    module_class: str
-    entry: str
+    direction: str
     path: str
     what: str
     weight: float
@@ -125,9 +124,9 @@ def check_dump(dump: StageDump, place: Place, *, limit: int = 20) -> StageHealth
             if one.error > 0:
                 worst = worst or one
             elif name.direction == FORWARD and part_of(name, path) is Part.OUTPUT and (strange := _strange(stats)) is not None:
-                unusual.append(Unusual(name.label, name.module_class, entry.name, path, *strange))
+                unusual.append(Unusual(name.label, name.direction, path, *strange))
         if worst is not None:
-            bad.append(Unusual(name.label, name.module_class, entry.name, worst.path, worst.what, 1.0))
+            bad.append(Unusual(name.label, name.direction, worst.path, worst.what, 1.0))
     limits = Limits(rtol=0.0)
     fault = walk(calls, errors, limits).fault
     divergence = describe(calls, errors, fault, limits) if fault is not None else None
@@ -179,7 +178,7 @@ def _strange(stats: TensorStats) -> tuple[str, float] | None:
 def _one_a_module(rows: Iterable[Unusual]) -> list[Unusual]:
     kept: dict[tuple[str, str], Unusual] = {}
     for row in rows:
-        key = (row.module, row.path.partition(".")[0])
+        key = (row.module, row.direction)
         if key not in kept or row.weight > kept[key].weight:
             kept[key] = row
     return list(kept.values())

@@ -137,8 +137,8 @@ def _how_many(divergence: Divergence, what: str, *, first: bool = False) -> str:
     """Return whether other modules show the same."""
     differing, there = divergence.num_differing, divergence.num_with_parameters
     if differing > 1:
-        return f"It is the {'first' if first else 'one that differs most'} of {differing} of {there} {what}."
-    return f"It is the only one of {there} {what}." if there > 1 else ""
+        return f"It is the {'first' if first else 'one that differs most'} of {differing} {what}, of {there}."
+    return f"No other of {there} {what.replace(' whose', ' has', 1).replace(' differ', ' that differ')}." if there > 1 else ""
 
 
 def ratio_text(divergence: Divergence) -> str:
@@ -149,10 +149,17 @@ def ratio_text(divergence: Divergence) -> str:
 def samples_text(samples: Samples) -> str:
     """Return whose tokens differ."""
     if not samples.differing:
-        return "No sample differs beyond the limit by its sums: the difference is in single elements."
-    if len(samples.differing) == samples.total:
-        return f"All {samples.total} samples of the pass differ."
-    return f"Only {len(samples.differing)} of the {samples.total} samples of the pass differ: {joined(samples.differing)}."
+        return "No prompt or response differs beyond the limit by its sums: the difference is in single elements."
+    return f"{_share_of(samples)} differ: {joined(samples.differing)}." if _is_part(samples) else f"{_share_of(samples)} differ."
+
+
+def _is_part(samples: Samples) -> bool:
+    return len(samples.differing) < samples.total
+
+
+def _share_of(samples: Samples) -> str:
+    there = f"{samples.total} prompts and responses"
+    return f"Of {there}, {len(samples.differing)}" if _is_part(samples) else f"All {there}"
 
 
 def ranks_text(found: Found) -> Iterator[str]:
@@ -186,11 +193,16 @@ def _add(table: Table, *cells: str, style: str = "") -> None:
 
 
 def _rows_table(title: str, rows: Sequence[Row], *, with_base: bool = False) -> Table:
-    columns = ["module", "class", "of", "error", *(["went in"] if with_base else []), "what", "where"]
-    table = _table(title, *columns, left=(0, 1, 2, len(columns) - 2, len(columns) - 1))
+    """What is the same in all rows is said in the title."""
+    places = {row.place for row in rows}
+    alone = len(places) == 1
+    has_passes = any(row.pass_label for row in rows)
+    columns = ["module", "of", "error", *(["went in"] if with_base else []), *([] if alone else ["where"]), *(["pass"] if has_passes else [])]
+    left = {0, 1} | {index for index, column in enumerate(columns) if column in ("where", "pass")}
+    table = _table(f"{title}, {places.pop()}" if alone else title, *columns, left=left)
     for row in rows:
-        base = [error_text(row.base)] if with_base else []
-        _add(table, row.module, row.module_class, row.what, error_text(row.error), *base, row.detail, row.pass_label)
+        base, where = [error_text(row.base)] if with_base else [], [] if alone else [row.place]
+        _add(table, row.module, row.what, error_text(row.error), *base, *where, *([row.pass_label] if has_passes else []))
     return table
 
 
@@ -221,18 +233,18 @@ def health_renderables(health: Health) -> Iterator[RenderableType]:
     yield Text(health.name, style="bold")
     yield _panel(health_headline(health), list(_health_explanation(health)), good=first is None)
     for stage in [first] if first is not None else []:
-        table = _table(f"Modules with NaN or Inf, {stage.place.moment}, {stage.place.rank_name}, in execution order", *_UNUSUAL, left=range(5))
+        table = _table(f"Modules with NaN or Inf, {stage.place.moment}, {stage.place.rank_name}, in execution order", *_UNUSUAL, left=range(4))
         for row in stage.bad:
-            _add(table, row.module, row.module_class, row.entry, row.path, row.what)
+            _add(table, row.module, row.direction, row.path, row.what)
         yield table
     if unusual := [(stage, row) for stage in health.stages for row in stage.unusual]:
         unusual.sort(key=lambda found: -found[1].weight)
-        table = _table("Large values, zeros, subnormal numbers", *_UNUSUAL, "where", left=range(6))
+        table = _table("Large values, zeros, subnormal numbers", *_UNUSUAL, "where", left=range(5))
         seen: set[tuple[str, str]] = set()
         for stage, row in unusual:
             if (row.module, row.path) not in seen and len(seen) < 20:
                 seen.add((row.module, row.path))
-                _add(table, row.module, row.module_class, row.entry, row.path, row.what, f"{stage.place.moment}, {stage.place.rank_name}")
+                _add(table, row.module, row.direction, row.path, row.what, f"{stage.place.moment}, {stage.place.rank_name}")
         yield table
     table = _table("Steps, stages and ranks", "step and stage", "rank", "calls", "with NaN or Inf", "first", left=(0, 1, 4))
     for stage in health.stages[:MAX_LINES]:
@@ -244,7 +256,7 @@ def health_renderables(health: Health) -> Iterator[RenderableType]:
             yield Text(f"{stage.place.moment}, {stage.place.rank_name}: {stage.note}", style="dim")
 
 
-_UNUSUAL = ("module", "class", "call", "tensor", "what")
+_UNUSUAL = ("module", "pass", "tensor", "what")
 
 
 def health_headline(health: Health) -> str:
@@ -263,7 +275,7 @@ def _health_explanation(health: Health) -> Iterator[str]:
     yield _HEALTH_REASONS[divergence.kind].format(seen_at=divergence.seen_at)
     yield f"At {divergence.entry}, {divergence.path}: {divergence.what}."
     if first.samples is not None and first.samples.differing:
-        yield samples_text(first.samples).replace(" differ", " have it")
+        yield f"{_share_of(first.samples)} hold it: {joined(first.samples.differing)}."
     all_ranks = [stage.place.rank_name for stage in health.stages if stage.place.order == first.place.order]
     if len(all_ranks) > 1:
         yield f"Ranks with NaN or Inf in this stage: {joined(health.ranks)}, of {len(all_ranks)}."
@@ -338,7 +350,7 @@ def _divergence_json(divergence: Divergence) -> dict[str, Any]:
 def _row_json(row: Row) -> dict[str, Any]:
     return {
         "module": row.module, "class": row.module_class, "of": row.what, "error": _number(row.error), "error_before": _number(row.base),
-        "entry": row.entry, "tensor": row.path, "what": row.detail, "where": row.pass_label,
+        "entry": row.entry, "tensor": row.path, "what": row.detail, "where": row.place, "pass": row.pass_label,
     }  # fmt: skip
 
 
