@@ -149,6 +149,13 @@ def test_layouts_are_read_in_logical_order(kernel: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_whole_blocks_that_begin_between_two_words(kernel: str) -> None:
+    view = torch.arange(4097, dtype=torch.float32)[1:]
+    assert_statistics(view, kernel)
+    assert checksum(view, kernel) == checksum(view.clone(), kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_tensors_of_autograd_and_complex_numbers(kernel: str) -> None:
     values = torch.tensor([3.0, -4.0])
     with torch.inference_mode():
