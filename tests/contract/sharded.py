@@ -9,7 +9,12 @@ import torch
 from tiny import CPU, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
+from pellucid.config.schema.profiler import GlobalToolConfig, PrecisionDebuggerConfig
 from pellucid.errors import UserError
+from pellucid.profiler.process import ProcessProfiler
+from pellucid.profiler.request import ProcessRequest, RoleRequest
+from pellucid.profiler.spans import SpanRecorder
+from pellucid.stages import Stage
 from pellucid.training.checkpoint import gather_into, gathered_state, gathered_tensors
 from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.heads import LogProbHead, ValueHead
@@ -320,3 +325,32 @@ def mesh_error(fsdp_size: int) -> str:
     except UserError as error:
         return str(error)
     return "no error"
+
+
+def run_captured(setup: Setup, folder: Path, *, gather: bool = False, level: str = "mix") -> int:
+    """Take one update with a precision capture of it below `folder`, and return how many bits of the weights that changed: none."""
+    plain = make_engine(setup)
+    plain.train_mini_batch(sequences(setup.num_sequences), make_head(setup, plain), loss)
+    rank, num_ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if setup.plan else (0, 1)
+    options = PrecisionDebuggerConfig(level=level, gather=gather)  # pyright: ignore[reportArgumentType]
+    role = RoleRequest("precision_debugger", folder, discrete=True)
+    request = ProcessRequest(
+        f"policy_rank_{rank}", "policy", rank, num_ranks, frozenset({1}), {"actor": role}, folder / ".journals", strict=True,
+        global_options=GlobalToolConfig(precision_debugger=options),
+    )  # fmt: skip
+    engine, said = make_engine(setup), list[str]()
+    profiler = ProcessProfiler(SpanRecorder(), request, said.append)
+    profiler.models_of = lambda stage: engine.modules
+    engine._probe = profiler
+    profiler.begin_step(1)
+    with profiler.stage(Stage.ACTOR_UPDATE, 1):
+        engine.train_mini_batch(sequences(setup.num_sequences), make_head(setup, engine), loss)
+    profiler.end_step(1, last=True)
+    assert not said, said
+    pairs = zip(plain.model.parameters(), engine.model.parameters(), strict=True)
+    return sum(not torch.equal(Sharding.local(mine), Sharding.local(its)) for mine, its in pairs)
+
+
+def run_gathered(folder: Path) -> int:
+    """Do `run_captured` with FSDP2 and whole parameters."""
+    return run_captured(Setup(ShardingPlan("fsdp2")), folder, gather=True)

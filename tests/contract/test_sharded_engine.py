@@ -4,9 +4,11 @@
 """
 
 import errno
+import math
 import os
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import sharded
@@ -18,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from pellucid.checkpoint_store import CheckpointStore
 from pellucid.errors import UserError
+from pellucid.precision.dump import TensorStats, leaves
+from pellucid.precision.dump_files import find_dumps, read_dump
 from pellucid.training.sharding import ShardingPlan
 
 STRATEGIES = ["fsdp2", "fsdp"]
@@ -363,3 +367,41 @@ def test_every_rank_gathers_the_whole_weights_into_a_plain_model(ranks, plan, va
     for copies in answers:
         for copy, alone in zip(copies, expected, strict=True):
             assert_equal(copy, alone)
+
+
+# --- precision captures -----------------------------------------------------------------------------------------------
+
+WEIGHT = "Module.model.layers.1.mlp.down_proj.Linear"
+
+
+def dump_of(folder: Path, rank: int) -> dict[str, dict[str, TensorStats]]:
+    dump = read_dump(folder / "step_1" / "actor_update" / "step0" / f"rank{rank}")
+    assert dump.about.complete and dump.about.num_ranks == len(find_dumps(folder))
+    return {entry.name: dict(leaves(entry)) for entry in dump.entries}
+
+
+def test_each_ranks_capture_has_its_shards_and_changes_no_bit(ranks, plan, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert sharded.run_captured(Setup(), whole) == 0
+    assert ranks.run(2, sharded.run_captured, Setup(plan), parts) == [0, 0]
+    alone, both = dump_of(whole, 0), [dump_of(parts, 0), dump_of(parts, 1)]
+    modules = {name.rpartition(".")[0] for name in alone if name.startswith("Module.") and name.endswith((".forward.0", ".backward.0"))}
+    for dump in both:
+        assert modules <= {name.rpartition(".")[0] for name in dump}
+        assert [name for name in dump if name.startswith("Functional.linear.")]
+    for entry, path in ((f"{WEIGHT}.forward.0", "parameters.weight"), (f"{WEIGHT}.optimizer.0", "input.0.weight"),
+                        (f"{WEIGHT}.optimizer.0", "output.0.weight")):  # fmt: skip
+        shards = [dump[entry][path] for dump in both if path in dump[entry]]  # FSDP may give all of one to one rank
+        assert {shard.shard for shard in shards} <= {(0, 2), (1, 2)} and (len(shards) == 2 or plan.strategy == "fsdp")
+        norm = math.hypot(*(shard.norm for shard in shards if not math.isnan(shard.norm)))
+        assert norm == pytest.approx(alone[entry][path].norm, rel=1e-4)
+
+
+def test_gathered_parameters_are_those_of_one_process(ranks, tmp_path):
+    whole, gathered = tmp_path / "whole", tmp_path / "gathered"
+    sharded.run_captured(Setup(), whole)
+    ranks.run(2, sharded.run_gathered, gathered)
+    alone = dump_of(whole, 0)
+    for rank in (0, 1):
+        mine = dump_of(gathered, rank)[f"{WEIGHT}.forward.0"]["parameters.weight"]
+        assert mine.shard is None and mine.checksum == alone[f"{WEIGHT}.forward.0"]["parameters.weight"].checksum

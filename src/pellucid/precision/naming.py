@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-_WRAPPED = "_fsdp_wrapped_module."
+_WRAPPED = "._fsdp_wrapped_module"
 
 
 def class_name(module: torch.nn.Module) -> str:

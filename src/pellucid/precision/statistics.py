@@ -278,11 +278,12 @@ class _CpuBackend:
     def _kernel(self, flat: Tensor, bounds: np.ndarray) -> Callable[..., None]:
         """Return the kernel for this tensor and these spans, as a function of the arguments from `chunks` on."""
         if flat.dtype not in _FLOATS:
-            raw = flat.view(torch.uint8).numpy()
-            values = raw if flat.dtype in (torch.bool, torch.uint8) else flat.long().numpy()
+            raw = np.from_dlpack(flat.view(torch.uint8))
+            values = raw if flat.dtype in (torch.bool, torch.uint8) else np.from_dlpack(flat.long())
             return partial(self._kernels.measure_integers, raw, values, bounds)
         stored, as_float, fraction = _FLOATS[flat.dtype]
-        bits, smallest_normal = flat.view(stored).numpy(), 1 << fraction
+        # Not `numpy()`, after which PyTorch never lets a storage be resized again: FSDP frees gathered weights that way.
+        bits, smallest_normal = np.from_dlpack(flat.view(stored)), 1 << fraction
         infinity = (1 << (8 * flat.element_size() - 1)) - smallest_normal
         if flat.element_size() > 2:
             return partial(self._kernels.measure_floats, bits, bits.view(as_float), None, infinity, smallest_normal, bounds)
