@@ -9,6 +9,7 @@ BIN := .venv/bin
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps 'mindstudio-probe>=26.2; sys_platform == "linux"'  # the rest it asks for is not used
 	touch .venv/installed
 
 demo: .venv/installed  ## train the built-in model and show what came of it

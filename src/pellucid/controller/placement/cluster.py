@@ -94,6 +94,14 @@ class Cluster:
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise _connection_error(error) from error
+        except Exception as error:
+            if "timed out during startup" not in str(error):  # Ray has no type of its own for it
+                raise
+            raise UserError(
+                "trainer.placement",
+                "Ray did not start in its 15 to 30 seconds: the machine is too busy.",
+                "Start the run again when less runs beside it, or with placement: local.",
+            ) from error
 
     def _reserve(self, pool: Pool) -> PlacementGroup:
         bundle = {"CPU": float(pool.ranks_per_node)}

@@ -3,7 +3,8 @@
 A capture is a folder, `<save_path>/step_<N>/<stage>/step<k>/rank<R>`, for `pellucid precision compare|report|digest` and msprobe's own tools.
 """
 
-import json
+import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -11,10 +12,12 @@ from pathlib import Path
 import torch
 
 from pellucid.precision.capture import NativeSession
-from pellucid.precision.dump import About
+from pellucid.precision.dump import About, Pass
+from pellucid.precision.dump_files import write_about
 from pellucid.precision.msprobe import MsprobeSession
 from pellucid.precision.msprobe import check as check_msprobe
 from pellucid.precision.naming import class_name
+from pellucid.precision.statistics import Measurer
 from pellucid.profiler.probe import TokenSpans
 from pellucid.profiler.tools.base import Capture, ToolSettings
 
@@ -24,8 +27,11 @@ class PrecisionDebuggerTool:
 
     def __init__(self, settings: ToolSettings) -> None:
         self._options, self._device = settings.global_options.precision_debugger, settings.device
-        self._level = self._options.level or _level_in(self._options.config_path) or "L0"
+        self._level = self._options.level or "L0"
         self._session: NativeSession | MsprobeSession | None = None
+        self._about: About | None = None
+        if self._options.backend == "native":  # what reads tensors is compiled once on a machine, and loaded once in a process
+            Measurer(torch.device(settings.device)).warm_up((torch.float32, torch.bfloat16, torch.int64, torch.bool))
 
     @classmethod
     def check(cls, settings: ToolSettings) -> None:
@@ -40,31 +46,16 @@ class PrecisionDebuggerTool:
             check_msprobe(options.config_path, options.level)
 
     def warm_up(self, capture: Capture) -> None:
-        """See `Tool.warm_up`."""
+        """See `Tool.warm_up`; numbers need none."""
 
     def start(self, capture: Capture) -> None:
         """See `Tool.start`."""
         assert capture.stage is not None and capture.models, "captures are of stages, and those have models"
         folder = capture.folder / f"step_{capture.step}" / capture.stage
-        if self._options.backend == "msprobe":
-            assert self._options.config_path is not None
-            session = MsprobeSession(
-                list(capture.models),
-                folder,
-                config_path=Path(self._options.config_path),
-                level=self._options.level,
-                rank=capture.rank,
-            )
-        else:
-            session = self._native(capture, folder)
-        session.begin()
-        self._session = session
-
-    def _native(self, capture: Capture, folder: Path) -> NativeSession:
         # Dynamic sampling runs stages again, windows cut them up, and a resumed run may repeat a step.
         number = next(k for k in count() if not (folder / f"step{k}" / f"rank{capture.rank}").exists())
-        about = About(
-            backend="native",
+        self._about = about = About(
+            backend=self._options.backend,
             level=self._level,
             stage=str(capture.stage),
             step=capture.step,
@@ -75,15 +66,25 @@ class PrecisionDebuggerTool:
             device=self._device,
             dtype=str(next(capture.models[0].parameters()).dtype),
             model=class_name(capture.models[0]),
+            started_at=time.time(),
         )
-        return NativeSession(
-            capture.models,
-            folder / f"step{number}" / f"rank{capture.rank}",
-            about,
-            modules=self._level != "L1",
-            operators=self._level != "L0",
-            gather=self._options.gather,
-        )
+        if self._options.backend == "msprobe":
+            assert self._options.config_path is not None
+            config_path = Path(self._options.config_path)
+            session = MsprobeSession(
+                list(capture.models), folder, config_path=config_path, level=self._level, rank=capture.rank
+            )
+        else:
+            session = NativeSession(
+                capture.models,
+                folder / f"step{number}" / f"rank{capture.rank}",
+                about,
+                modules=self._level != "L1",
+                operators=self._level != "L0",
+                gather=self._options.gather,
+            )
+        session.begin()
+        self._session = session
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """See `Tool.range`; files of numbers have no time axis to mark."""
@@ -93,6 +94,8 @@ class PrecisionDebuggerTool:
         """See `TensorTool.begin_pass`."""
         if isinstance(self._session, NativeSession):
             self._session.begin_pass(spans, unit)
+        elif self._about is not None:
+            self._about.passes.append(Pass(unit, spans()))
 
     def results(self, tensors: dict[str, torch.Tensor]) -> None:
         """See `TensorTool.results`."""
@@ -106,11 +109,12 @@ class PrecisionDebuggerTool:
 
     def stop(self) -> list[Path]:
         """See `Tool.stop`."""
-        session, self._session = self._session, None
-        assert session is not None
-        return session.end()
-
-
-def _level_in(config_path: str | None) -> str | None:
-    """Return the level in msprobe's JSON config, whose form the config's rules have checked."""
-    return None if config_path is None else json.loads(Path(config_path).read_text(encoding="utf-8")).get("level")
+        session, self._session, about = self._session, None, self._about
+        assert session is not None and about is not None
+        if isinstance(session, NativeSession):
+            return session.end()
+        cause = sys.exception()
+        about.duration_s = round(time.time() - about.started_at, 6)
+        if cause is not None:
+            about.complete, about.error = False, f"{type(cause).__name__}: {cause}"
+        return [*session.end(), write_about(session.target, about)]
