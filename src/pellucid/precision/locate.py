@@ -121,6 +121,7 @@ class Locator:
         finally:
             self._leave(self._calls.pop())
 
+    @torch.no_grad()
     def check(
         self,
         name: str,
@@ -260,6 +261,7 @@ class Locator:
         around = [one for one in self._ranges if one.first_node <= number < one.end_node]
         return max(around, key=lambda one: one.first_node).place if around else ("what is around the modules", "")
 
+    @torch.no_grad()  # or autograd would keep what is looked at, which recomputed layers take amiss
     def _record(
         self,
         place: Place,
@@ -324,6 +326,7 @@ def _has_nan(tensor: torch.Tensor) -> bool:
     return bool(torch.isnan(tensor.detach()).any())
 
 
+@torch.no_grad()
 def kinds_of_bad(tensors: Sequence[torch.Tensor]) -> str:
     """Return `NaN`, `Inf` or `NaN and Inf`, whatever of it they hold."""
     kinds = {"NaN": any(map(_has_nan, tensors)), "Inf": any(bool(torch.isinf(tensor).any()) for tensor in tensors)}
@@ -347,6 +350,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
+@torch.no_grad()
 def _cause(module: nn.Module) -> str:
     """Return what is wrong with the weights of a module whose inputs are finite and whose output is not."""
     # Under FSDP the gathered weights are plain attributes while the module runs.
