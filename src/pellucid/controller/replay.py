@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +26,6 @@ from pellucid.controller.make_roles import (
     torch_dtype,
 )
 from pellucid.errors import UserError
-from pellucid.precision.capture import NativeSession
-from pellucid.precision.dump import About
-from pellucid.precision.naming import class_name
 from pellucid.profiler.probe import TokenSpans
 from pellucid.roles.actor import Actor
 from pellucid.roles.base import Role
@@ -36,6 +34,9 @@ from pellucid.rollout.native import MismatchedEngine, NativeRolloutEngine
 from pellucid.stages import ROLE_OF, Stage, Unit
 from pellucid.training.protocol import NonFiniteError
 from pellucid.types import Batch
+
+if TYPE_CHECKING:
+    from pellucid.precision.capture import NativeSession
 
 CAPTURE = "replay"
 
@@ -147,7 +148,11 @@ def _stage(config: RunConfig, roles: Roles, failure: Failure, weights: Path) -> 
     return lambda: role.compute_log_probs(given)
 
 
-def _session(roles: Roles, failure: Failure, folder: Path, compute: Compute) -> NativeSession:
+def _session(roles: Roles, failure: Failure, folder: Path, compute: Compute) -> "NativeSession":
+    from pellucid.precision.capture import NativeSession
+    from pellucid.precision.dump import About
+    from pellucid.precision.naming import class_name
+
     stage = Stage.ROLLOUT_GENERATE if isinstance(failure.given, GenerateCall) else failure.stage
     models = roles.modules_of(stage)
     about = About(
@@ -170,7 +175,7 @@ class _Hearing:
         self._session: NativeSession | None = None
 
     @contextmanager
-    def captured(self, session: NativeSession) -> Iterator[None]:
+    def captured(self, session: "NativeSession") -> Iterator[None]:
         """Let `session` capture what runs inside the block."""
         session.begin()
         self._session = session

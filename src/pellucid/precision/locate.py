@@ -21,6 +21,9 @@ from pellucid.precision.finding import MAX_SHOWN, BadTokens, Finding, tokens_at
 from pellucid.precision.sentinel import Place, places
 from pellucid.profiler.probe import TokenSpan
 
+TokensAt = Callable[[list[tuple[int, ...]]], list[BadTokens]]
+"""From places of a part's result that are not finite to whose they are; for a scalar, from those of the [rows, columns] tensor in
+which it began."""
 HEALTHY = "its inputs and weights are finite"
 _MAKES_NOTHING = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "aten.detach", "aten.alias")
 """Operators whose results are memory that nothing was written to yet, or what they were given."""
@@ -81,6 +84,8 @@ class Locator:
         self._weight_shapes = {shape for model in models.values() for shape in _weight_shapes(model)}
         self._calls: list[_Call] = []
         self._ranges: list[_Range] = []
+        self._part_tokens: TokensAt | None = None
+        self._part_rows = 0
         self._looking = True
 
     def __enter__(self) -> "Locator":
@@ -113,12 +118,20 @@ class Locator:
         self._calls, self._ranges = [], []
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Enclose a part of the pass that is no module, such as the loss."""
+    def part(self, name: str, tokens: TokensAt, num_rows: int = 0) -> Iterator[None]:
+        """Enclose a part of the pass that is no module, such as the loss.
+
+        Args:
+            name: what it is called.
+            tokens: knows whose its results are.
+            num_rows: M, of results [M, …] of modules in it, which those of a head are.
+        """
         self._calls.append(_Call((name, ""), _next_node()))
+        self._part_tokens, self._part_rows = tokens, num_rows
         try:
             yield
         finally:
+            self._part_tokens, self._part_rows = None, 0
             self._leave(self._calls.pop())
 
     @torch.no_grad()
@@ -126,9 +139,7 @@ class Locator:
         self,
         name: str,
         tensors: Sequence[torch.Tensor],
-        *,
         weights: Mapping[str, torch.Tensor] | None = None,
-        tokens: Callable[[list[tuple[int, ...]]], list[BadTokens]] | None = None,
     ) -> None:
         """Look at results of the `part` that is being run.
 
@@ -136,8 +147,6 @@ class Locator:
             name: what they are called.
             tensors: the results.
             weights: what they were computed with, by name.
-            tokens: from the places of a result that are not finite to whose they are; for a scalar, from those of the [rows,
-                columns] tensor in which it began.
         """
         if not self._looks:
             return
@@ -154,7 +163,7 @@ class Locator:
                 cause = "all that it is computed from is finite"
             else:
                 cause = "all modules are finite, another of its inputs is not"
-            self._record((name, ""), "forward", cause, tensor, _operator_of(suspects, tensor), tokens(rows) if tokens else [])
+            self._record((name, ""), "forward", cause, tensor, _operator_of(suspects, tensor), self._of_part(rows))
             return
 
     @contextmanager
@@ -273,6 +282,8 @@ class Locator:
     ) -> None:
         if tokens is None:
             tokens = self._tokens_of(tensor) if place[1] and self._unit else []
+        if not tokens and direction == "forward" and tensor.dim() and len(tensor) == self._part_rows:
+            tokens = self._of_part([(row,) for row in _bad_rows(tensor)])
         self.finding = Finding(
             *place,
             direction,
@@ -286,6 +297,9 @@ class Locator:
             self.num_passes,
             order=self.num_passes * _UNITS_APART + self._events,
         )
+
+    def _of_part(self, places: list[tuple[int, ...]]) -> list[BadTokens]:
+        return [] if self._part_tokens is None else self._part_tokens(places)
 
     def _tokens_of(self, tensor: torch.Tensor) -> list[BadTokens]:
         """Return whose tokens hold what is not finite in a module's result, or in a gradient of the same shape."""
@@ -382,6 +396,14 @@ def _places_of_bad(tensor: torch.Tensor) -> list[tuple[int, ...]]:
     return [tuple(place) for place in (~torch.isfinite(tensor)).nonzero()[:MAX_SHOWN].tolist() if place]
 
 
+def _bad_rows(tensor: torch.Tensor) -> list[int]:
+    return _true_rows((~torch.isfinite(tensor)).reshape(len(tensor), -1))
+
+
+def _true_rows(matrix: torch.Tensor) -> list[int]:
+    return matrix.any(dim=1).nonzero()[:, 0].tolist()
+
+
 def _bad_tokens(tensor: torch.Tensor, num_tokens: int) -> list[int]:
     """Return which of the N tokens hold values that are not finite: along [N, …] or [B, L, …] with B·L = N, or else one axis of N."""
     bad, shape = ~torch.isfinite(tensor), tuple(tensor.shape)
@@ -390,7 +412,7 @@ def _bad_tokens(tensor: torch.Tensor, num_tokens: int) -> list[int]:
         if len(axes) != 1:
             return []
         bad = bad.movedim(axes[0], 0)
-    return bad.reshape(num_tokens, -1).any(dim=1).nonzero()[:, 0].tolist()
+    return _true_rows(bad.reshape(num_tokens, -1))
 
 
 def _weight_shapes(model: nn.Module) -> Iterator[tuple[int, ...]]:

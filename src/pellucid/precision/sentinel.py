@@ -85,7 +85,7 @@ class Flags:
 
     def add(self, place: Place, tensor: torch.Tensor) -> None:
         """Keep a flag of a tensor, on its device and without waiting for it."""
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or self._bad is not None:
             return
         with torch._C._DisableAutocast():  # which would make a copy in float32 first
             # In float16 the sum of finite numbers is easily more than it holds.

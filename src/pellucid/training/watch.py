@@ -158,10 +158,10 @@ class NanWatch:
         self, loss: LossFunction, locator: Locator, rows: list[int], micro: list[TokenSequence], scores: TokenScores
     ) -> None:
         sharding = self._engine.sharding
-        with locator.part(LOSS):
+        with locator.part(LOSS, lambda places: _loss_tokens(places, micro)):
             if rows:
                 value = loss(rows, scores)
-                locator.check(LOSS, [value.detach()], tokens=lambda places: _loss_tokens(places, micro))
+                locator.check(LOSS, [value.detach()])
             else:
                 value = 0.0 * torch.stack([values.sum() for _, values in scores.items()]).sum()
             if sharding is not None:
@@ -221,14 +221,10 @@ def _located_head(head: TokenHead, locator: Locator, micro: list[TokenSequence])
         layer = output_head(model)
         name = next(name for name, module in model.named_modules() if module is layer)
         result = "values" if layer.out_features == 1 else "log-probs"
-        with locator.part(f"{name}, {result}"):
+        with locator.part(f"{name}, {result}", lambda places: _head_tokens(places, inputs, micro), len(inputs.row)):
             scores = head(model, hidden, inputs, dtype)
-            locator.check(
-                f"{name}, {result}",
-                [values for _, values in scores.items()],
-                weights={f"{name}.weight": layer.weight.detach()},
-                tokens=lambda places: _head_tokens(places, inputs, micro),
-            )
+            results = [values for _, values in scores.items()]
+            locator.check(f"{name}, {result}", results, {f"{name}.weight": layer.weight.detach()})
         return scores
 
     return run

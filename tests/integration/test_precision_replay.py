@@ -1,0 +1,104 @@
+"""`pellucid train` with the NaN sentinel names what was planted, and `pellucid precision replay` finds it again alone.
+
+What is planted comes with the loss, a plug-in that the run and its replay both load.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from conftest import Workspace
+from pellucid.rollout_dump import read_rollouts
+
+ACTOR = "actor_rollout_ref.actor"
+ON = (
+    "trainer.nan_sentinel=true",
+    "trainer.total_training_steps=1",
+    "data.val_files=null",
+    f"{ACTOR}.policy_loss.loss_mode=plant.py:loss",
+    f"{ACTOR}.ppo_mini_batch_size=2",
+)
+PLANT = """
+import sys
+import torch
+from pellucid.algo.policy_loss import POLICY_LOSSES
+
+plain = torch.nn.Embedding.forward
+
+def forward(self, ids):
+    out = plain(self, ids)
+    if {when}:
+        at = (ids == {token}).nonzero()[{which}].tolist()
+        for row, column in at:
+            out = out.clone()
+            out[row, column, 3] = float("nan")
+    return out
+
+torch.nn.Embedding.forward = forward
+loss = POLICY_LOSSES["vanilla"].function
+"""
+EQUALS = 17
+"""The id of `=`, the last token of every prompt."""
+
+
+def plant(work: Workspace, when: str, *, which: str = ":1") -> None:
+    """Spoil the embedding of some of the `=` in each pass for which the expression holds."""
+    work.write("plant.py", PLANT.format(when=when, token=EQUALS, which=which))
+
+
+def only_failure(work: Workspace) -> tuple[Path, dict]:
+    [folder] = (work.run_dir / "failures").iterdir()
+    return folder, json.loads((folder / "finding.json").read_text())
+
+
+def test_a_nan_in_an_update_is_named_saved_and_found_again(work: Workspace) -> None:
+    plant(work, "torch.is_grad_enabled()")
+    done = work.train(*ON, status=1)
+    folder, finding = only_failure(work)
+    assert "Traceback" not in done.output
+    assert "actor/loss is nan" in done.text and "NaN first in model.embed_tokens (Embedding), forward, of actor_update, step 1" in done.text
+    assert "Repeat it alone: pellucid precision replay run/failures/step_000001" in done.text
+    assert folder.name == "step_000001"
+    assert (finding["place"], finding["stage"], finding["step"], finding["reproduced"]) == ("model.embed_tokens", "actor_update", 1, True)
+    [tokens] = finding["tokens"]
+    batch, rows = load_file(folder / "batch.safetensors"), read_rollouts(folder / "rollouts.jsonl.zst")
+    assert len(rows) == len(batch["mask"]) == 16
+    prompt = next(row["prompt_ids"] for row in rows if row["uid"] == tokens["sample"])
+    assert tokens["positions"] == [prompt.index(EQUALS)] and f"sample '{tokens['sample']}', prompt token" in done.text
+    assert {path.name for path in (folder / "weights").iterdir()} == {"model.safetensors"}
+
+    again = work.run("precision", "replay", "run/failures/step_000001", status=1)
+    assert finding["sentence"] in again.text and "Traceback" not in again.output
+    capture = folder / "replay" / "step_1" / "actor_update" / "step0" / "rank0"
+    assert json.loads((capture / "capture.json").read_text())["stage"] == "actor_update"
+    assert "model.embed_tokens" in (capture / "dump.json").read_text()
+
+    plant(work, "False")
+    sound = work.run("precision", "replay", "run/failures/step_000001")
+    assert "actor_update of step 1 is finite this time" in sound.text
+
+
+@pytest.mark.parametrize(
+    ("stage", "when"),
+    [
+        ("rollout_generate", "torch.is_inference_mode_enabled() and ids.shape[1] > 12"),
+        ("actor_compute_log_prob", "not torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and ids.shape[1] > 12"),
+    ],
+    ids=["rollout_generate", "actor_compute_log_prob"],
+)
+def test_stages_that_only_run_forward_stop_there(work: Workspace, stage: str, when: str) -> None:
+    plant(work, when)
+    done = work.train(*ON, status=1)
+    folder, finding = only_failure(work)
+    assert finding["stage"] == stage and finding["place"] == "model.embed_tokens" and "Traceback" not in done.output
+    assert finding["tokens"][0]["token_ids"] == [EQUALS]
+    again = work.run("precision", "replay", str(folder), status=1)
+    assert finding["sentence"] in again.text
+
+
+def test_what_a_replay_cannot_read_is_said(work: Workspace) -> None:
+    assert "holds no failure" in work.run("precision", "replay", ".", status=2).text
+    work.write("failure.json", "{}")
+    assert "cannot be read" in work.run("precision", "replay", ".", status=2).text

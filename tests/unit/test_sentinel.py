@@ -1,0 +1,425 @@
+"""The NaN sentinel names what was planted: module, operator, token, gradient, optimizer state, loss input, decoding step."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from pellucid.precision.finding import LOSS, Finding
+from pellucid.precision.sentinel import Flags
+from pellucid.roles.mini_batches import update_each
+from pellucid.rollout.native import NativeRolloutEngine
+from pellucid.rollout.protocol import SamplingParams
+from pellucid.training.common.heads import LogProbHead, ValueHead
+from pellucid.training.common.models import BUILTIN_FOLDER, enable_gradient_checkpointing, init_model, load_tokenizer
+from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
+from pellucid.training.common.packing import TokenSequence, sequences_of
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.protocol import NonFiniteError
+from pellucid.types import Batch, Prompt, Rollout
+
+CPU = torch.device("cpu")
+HEAD = LogProbHead(1.0)
+POISON = 24
+"""A token id that only `sequences()[3]` holds: as the third of its response."""
+POISONED = "q1 sample 1"
+POSITION = 4 + 2
+"""Of it, the prompt of four included."""
+PARAMS = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
+
+
+def tiny_model() -> PreTrainedModel:
+    """A random two-layer Llama whose weights are large enough to matter."""
+    sizes = {"vocab_size": 25, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    special = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    model = init_model({"model_type": "llama", "num_key_value_heads": 2, **sizes, **special}, seed=0, device=CPU)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def sequences() -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(2, POISON, (length,), generator=generator).tolist()
+
+    found = []
+    for group in range(3):
+        prompt = draw(4)
+        found += [TokenSequence(prompt, draw(5 + k), group, f"q{group} sample {k}", f"q{group}") for k in range(2)]
+    found[3].response_ids[2] = POISON
+    return found
+
+
+def engine(*, on: bool = True, packed: bool = True, dtype: torch.dtype = torch.float32) -> FsdpEngine:
+    """A tiny model that needs two micro-batches for `sequences()`; the poisoned one is in the second."""
+    model = tiny_model()
+    optimizer = ScheduledAdamW(dict(model.named_parameters()), Schedule(1e-3, 0, 10), 0.0, (0.9, 0.999), 1.0)
+    cut = MicroBatching(24, None, packed)
+    return FsdpEngine(model, optimizer, cut, device=CPU, dtype=dtype, nan_sentinel=on)
+
+
+def loss(rows, scores):
+    return -scores.logp.sum()
+
+
+def failure(action) -> NonFiniteError:
+    with pytest.raises(NonFiniteError) as caught:
+        action()
+    return caught.value
+
+
+def found(action) -> Finding:
+    finding = failure(action).finding
+    assert finding is not None
+    return finding
+
+
+def forward(engine, head=HEAD):
+    return lambda: engine.forward(sequences(), head)
+
+
+def update(engine, loss=loss):
+    return lambda: engine.train_mini_batch(sequences(), HEAD, loss)
+
+
+def poison_outputs(engine, module, value: float = math.nan) -> None:
+    """Let `module` return `value` for the token `POISON`, whatever it is given."""
+    ids = {}
+    engine.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: ids.update(now=kwargs["input_ids"]), with_kwargs=True
+    )
+    plain = module.forward
+
+    def forward(x):
+        return torch.where((ids["now"] == POISON)[..., None], value, plain(x))
+
+    module.forward = forward
+
+
+class BadGradient(torch.autograd.Function):
+    """The identity, with a NaN in its gradient of token `at`."""
+
+    @staticmethod
+    def forward(ctx, x, at):
+        ctx.at = at
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[0, ctx.at, 1] = math.nan
+        return gradient, None
+
+
+@pytest.fixture(params=["packed", "padded"])
+def packed(request) -> bool:
+    return request.param == "packed"
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_model_gives_the_same_results_with_the_sentinel_on():
+    with_it, without = engine(), engine(on=False)
+    assert torch.equal(with_it.forward(sequences(), HEAD).logp, without.forward(sequences(), HEAD).logp)
+    assert update(with_it)().grad_norm == update(without)().grad_norm
+    assert all(torch.equal(a, b) for a, b in zip(with_it.model.parameters(), without.model.parameters()))
+    hooks = [module for module in with_it.model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not hooks, "flags are placed for the time of a stage"
+
+
+@pytest.mark.parametrize("run", [forward, update], ids=["forward", "update"])
+def test_a_bad_weight_is_named(run):
+    one = engine()
+    with torch.no_grad():
+        one.model.model.layers[1].mlp.up_proj.weight[3, 5] = math.nan
+    finding = found(run(one))
+    assert (finding.place, finding.kind, finding.direction) == ("model.layers.1.mlp.up_proj", "Linear", "forward")
+    assert finding.cause == "its inputs are finite, its weight holds NaN in 1 of 1536 values"
+    assert (finding.unit, finding.index, finding.num_units, finding.reproduced) == ("micro-batch", 1, 2, True)
+
+
+def test_one_bad_token_is_named_by_sample_position_and_id(packed):
+    one = engine(packed=packed)
+    poison_outputs(one, one.model.model.layers[0].mlp)
+    error = failure(forward(one))
+    finding = error.finding
+    assert (finding.place, finding.kind, finding.what) == ("model.layers.0.mlp", "LlamaMLP", "NaN")
+    [tokens] = finding.tokens
+    assert (tokens.sample, tokens.part) == (POISONED, "response")
+    assert (tokens.positions, tokens.token_ids, tokens.count) == ((POSITION,), (POISON,), 1)
+    assert finding.index == 2 and error.rows == [3], "its own log-probs alone are spoilt"
+    text = str(error)
+    assert "NaN first in model.layers.0.mlp (LlamaMLP), forward, micro-batch 2 of" in text
+    assert f"sample 'q1 sample 1', response token {POSITION} (id {POISON})" in text
+
+
+def test_a_shared_prompt_is_named_by_its_uid():
+    one = engine()
+    plain = one.model.model.embed_tokens.forward
+    first = sequences()[0].prompt_ids[0]
+
+    def spoil(ids):
+        return plain(ids).masked_fill(((ids == first) & (torch.arange(ids.shape[1]) == 0))[..., None], math.inf)
+
+    one.model.model.embed_tokens.forward = spoil
+    finding = found(forward(one))
+    assert (finding.place, finding.what) == ("model.embed_tokens", "Inf")
+    assert [(tokens.sample, tokens.part, tokens.positions) for tokens in finding.tokens] == [("q0", "prompt", (0,))]
+
+
+def test_the_operator_within_the_module_is_named():
+    one = engine()
+    norm = one.model.model.layers[1].input_layernorm
+    norm.forward = lambda x: torch.log(x - x.amax() - 1) * norm.weight
+    finding = found(forward(one))
+    assert (finding.place, finding.operator) == ("model.layers.1.input_layernorm", "aten.log")
+    assert finding.cause == "its inputs and weights are finite"
+
+
+def test_what_a_module_computes_between_its_parts_is_its_own():
+    one = engine()
+    with torch.no_grad():
+        for layer in one.model.model.layers[:1]:
+            layer.self_attn.q_proj.weight.mul_(1e20)
+            layer.self_attn.k_proj.weight.mul_(1e20)
+    finding = found(forward(one))
+    assert (finding.place, finding.kind) == ("model.layers.0.self_attn", "LlamaAttention")
+    assert "before it calls model.layers.0.self_attn.o_proj" in finding.cause and "attention" in finding.operator
+
+
+@pytest.mark.parametrize("kind", ["log-probs", "values"])
+def test_the_head_is_named(kind):
+    one = engine()
+    if kind == "values":
+        one.model.set_output_embeddings(torch.nn.Linear(32, 1, bias=False))
+    with torch.no_grad():
+        one.model.lm_head.weight[0, 0] = math.nan
+    finding = found(forward(one, ValueHead() if kind == "values" else HEAD))
+    place = "lm_head" if kind == "values" else "lm_head, log-probs"
+    assert finding.place == place and "weight" in finding.cause
+    assert (finding.tokens[0].sample, finding.tokens[0].positions[0]) == ("q0 sample 0", 4), "the first token of a response"
+
+
+def test_values_whose_sum_alone_overflows_are_no_failure():
+    one = engine()
+    layer = one.model.model.layers[0]
+    layer.mlp.act_fn.forward = lambda x: torch.full_like(x, 1e37)
+    layer.mlp.down_proj.forward = lambda x: torch.zeros(*x.shape[:2], 32)
+    assert torch.isfinite(one.forward(sequences(), HEAD).logp).all()
+    assert math.isfinite(update(one)().grad_norm)
+
+
+def test_what_cannot_be_repeated_is_said_to_be_so():
+    one = engine()
+    calls = []
+    plain = one.model.model.layers[1].mlp.forward
+
+    def once(x):
+        calls.append(1)
+        return plain(x) * (math.nan if len(calls) == 2 else 1.0)
+
+    one.model.model.layers[1].mlp.forward = once
+    finding = found(forward(one))
+    assert not finding.reproduced and "not reproducible" in finding.sentence()
+    assert (finding.place, finding.unit, finding.index) == ("model.layers.1.mlp", "micro-batch", 2)
+
+
+def test_bfloat16_and_recomputed_layers():
+    one = engine(dtype=torch.bfloat16)
+    enable_gradient_checkpointing(one.model)
+    assert math.isfinite(update(one)().grad_norm)
+    poison_outputs(one, one.model.model.layers[1].mlp.down_proj)
+    finding = found(update(one))
+    assert finding.place == "model.layers.1.mlp.down_proj" and finding.tokens[0].sample == POISONED
+
+
+# --- loss, backward, optimizer ----------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_overflows_is_named_with_the_operator():
+    one = engine()
+    error = failure(update(one, lambda rows, scores: (scores.logp * -100).exp().sum()))
+    assert error.quantity == "loss" and (error.finding.place, error.finding.operator) == (LOSS, "aten.exp")
+    assert error.finding.tokens and error.finding.tokens[0].part == "response"
+
+
+def test_a_gradient_of_the_loss_is_named():
+    finding = found(update(engine(), lambda rows, scores: (scores.logp - scores.logp.detach()).abs().sqrt().sum()))
+    assert (finding.place, finding.direction, finding.operator, finding.what) == (LOSS, "backward", "SqrtBackward0", "Inf")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_gradient_in_a_module_is_named(checkpointing):
+    one = engine()
+    if checkpointing:
+        enable_gradient_checkpointing(one.model)
+    mlp = one.model.model.layers[0].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(BadGradient.apply(x, 5))
+    before = [parameter.clone() for parameter in one.model.parameters()]
+    error = failure(update(one))
+    finding = error.finding
+    assert error.quantity == "grad_norm"
+    assert (finding.place, finding.direction) == ("model.layers.0.mlp", "backward")
+    assert (finding.operator, finding.cause) == ("BadGradientBackward", "the gradient that came in is finite")
+    [tokens] = finding.tokens
+    assert (tokens.sample, tokens.positions) == ("q0 sample 0", (5,)), "the sixth token of the first pack"
+    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters()))
+
+
+def test_a_gradient_norm_that_alone_overflows_is_named():
+    finding = found(update(engine(), lambda rows, scores: scores.logp.sum() * 1e36))
+    assert finding.place == "the norm of the gradients" and "too large" in finding.cause
+
+
+@pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq", None])
+def test_weights_that_a_step_spoils_are_named_with_their_state(state):
+    one = engine()
+    update(one)()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    parameter = one.optimizer.parameters[name]
+    if state is None:
+        one.optimizer.schedule.lr = math.inf
+    else:
+        one.optimizer.adamw.state[parameter][state][2, 3] = math.nan
+    error = failure(update(one))
+    finding = error.finding
+    assert error.quantity == "norm of the updated weights" and finding.direction == "optimizer"
+    if state is None:
+        assert "learning rate was inf" in finding.cause and "state is finite" in finding.cause
+    else:
+        assert (finding.place, finding.num_bad) == (name, 1)
+        assert f"{state} holds NaN" in finding.cause
+
+
+def test_the_input_that_spoils_a_loss_is_named():
+    prompt = Prompt("q0", [5, 6], "", task="t")
+    batch = Batch.from_rollouts(
+        [Rollout(prompt, k, [7, 8, 9, 10], [-1.0] * 4, [0] * 4, "length", reward=1.0) for k in range(3)]
+    )
+    batch.advantages = torch.ones(3, 4)
+    batch.advantages[2, 1] = math.nan
+    one = engine()
+
+    def step(part):
+        chosen = batch.select(part.rows)
+        one.train_mini_batch(
+            sequences_of(chosen.rollouts), HEAD, lambda rows, scores: (scores.logp * chosen.advantages[rows]).sum()
+        )
+        return {}
+
+    error = failure(lambda: update_each(iter([[0], [1, 2]]), step, "actor", batch))
+    assert error.quantity == "actor/loss" and error.rows == [1, 2]
+    assert (error.mini_batch.rows, error.mini_batch.number) == ([1, 2], 1)
+    finding = error.finding
+    assert (finding.place, finding.cause) == (LOSS, "the head's results are finite, the batch's advantages are not")
+    [tokens] = finding.tokens
+    assert (tokens.sample, tokens.positions, tokens.token_ids) == ("q0 sample 2", (3,), (8,))
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(BUILTIN_FOLDER))
+
+
+def rollout_engine(tokenizer, *, on: bool = True) -> NativeRolloutEngine:
+    return NativeRolloutEngine(
+        engine(on=False), tokenizer, [1], max_num_seqs=4, max_num_batched_tokens=64, seed=3, nan_sentinel=on
+    )
+
+
+PROMPTS = [Prompt(f"p{index}", [5 + index, 6, 7], "", task="t") for index in range(3)]
+
+
+def sample(engine, on_done=None):
+    return engine.generate(PROMPTS, PARAMS, stream=("rollout", 1), on_done=on_done)
+
+
+def test_a_decoding_step_is_named(tokenizer):
+    plain = sample(rollout_engine(tokenizer, on=False))
+    one = rollout_engine(tokenizer)
+    assert [rollout.token_ids for rollout in sample(one)] == [rollout.token_ids for rollout in plain]
+    drawn = plain[1].token_ids
+    seen = {token for prompt in PROMPTS for token in prompt.token_ids}
+    token = next(token for token in drawn if token not in seen)
+    steps = [rollout.token_ids.index(token) for rollout in plain[:4] if token in rollout.token_ids]
+    with torch.no_grad():
+        one.policy.model.model.embed_tokens.weight[token, 3] = math.nan
+    done = []
+    error = failure(lambda: sample(one, done.append))
+    finding = error.finding
+    assert (finding.place, finding.unit, finding.index) == ("model.embed_tokens", "decode step", min(steps) + 1)
+    assert finding.tokens[0].part == "response" and finding.tokens[0].token_ids == (token,)
+    assert finding.tokens[0].positions == (len(PROMPTS[0].token_ids) + min(steps),)
+    assert sum(done) == 0, "nothing is counted twice"
+
+
+def test_a_prefill_is_named_though_sampling_goes_on(tokenizer):
+    one = rollout_engine(tokenizer)
+    mlp = one.policy.model.model.layers[1].mlp
+    plain = mlp.forward
+
+    def spoil(x):  # the first token of a prefill: no other one but its own answer reads it
+        out = plain(x)
+        if x.shape[1] == 6:
+            out = out.clone()
+            out[0, 4, 2] = math.inf
+        return out
+
+    mlp.forward = spoil
+    finding = found(lambda: sample(one))
+    assert (finding.place, finding.unit, finding.index) == ("model.layers.1.mlp", "prefill", 1)
+    assert [(tokens.sample, tokens.positions) for tokens in finding.tokens] == [("p1", (1,))]
+
+
+def test_logits_that_the_temperature_alone_spoils(tokenizer):
+    params = SamplingParams(n=1, max_tokens=4, temperature=1e-39)
+    finding = found(lambda: rollout_engine(tokenizer).generate(PROMPTS, params, stream=("a",)))
+    assert finding.place == "sampling" and "logits are finite" in finding.cause
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_flags_of_many_passes_are_looked_at_before_they_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("pellucid.precision.sentinel.MAX_KEPT", 3)
+    layer = torch.nn.Linear(2, 2)
+    with Flags(layer, layer) as flags:
+        for value in (1.0, 1.0, math.nan, *[1.0] * 20):
+            layer(torch.full((1, 2), value))
+        assert len(flags._sums) <= 4
+        bad = flags.first_bad()
+    assert bad is not None and bad.unit == 3 and bad.place == ("the model", "Linear")
+    assert not layer._forward_hooks
+
+
+def test_sums_of_float16_do_not_overflow():
+    with Flags(torch.nn.Identity(), torch.nn.Identity()) as flags:
+        flags.add(("x", ""), torch.full((1000,), 6e4, dtype=torch.float16))
+        assert flags.first_bad() is None
+        flags.add(("x", ""), torch.tensor([math.inf], dtype=torch.float16))
+        assert flags.first_bad() is not None
+
+
+def test_without_a_module_to_watch_there_is_an_error():
+    with pytest.raises(RuntimeError, match="no module"):
+        Flags(torch.nn.Identity(), torch.nn.Identity(), lambda module: False)
+
+
+def test_an_error_with_a_finding_travels_between_processes():
+    one = engine()
+    poison_outputs(one, one.model.model.layers[0].mlp)
+    error = failure(update(one))
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and copy.finding == error.finding and copy.rows == error.rows
