@@ -1,8 +1,10 @@
 """`pellucid precision compare|report|digest`: planted faults are named where they are, healthy captures are not accused."""
 
+import base64
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -74,6 +76,7 @@ def test_equal_tensors_have_no_error():
 def test_a_bf16_layer_stands_out_and_another_order_of_additions_does_not(size):
     random = np.random.default_rng(0)
     values = random.normal(size=size).astype(np.float32)
+    values[0, 0], values[0, 1] = 8.0, -8.0  # exact in bf16: largest and smallest value tell nothing
     noisy = (values * (1 + 1e-7 * random.normal(size=size))).astype(np.float32)
     assert 5e-4 < difference("output.0", stats_of(values), stats_of(bf16(values))).error < 2e-2
     assert 0 < difference("output.0", stats_of(values), stats_of(noisy)).error < 2e-6
@@ -124,6 +127,12 @@ def test_the_first_divergence_is_named_and_not_the_largest():
     assert result.largest[0].module != "model.layers.0.mlp"
 
 
+def test_what_the_forward_pass_kept_goes_into_the_backward_pass():
+    result = compared(capture(), capture(Model(faults={"embed": scaled()})))
+    bases = [row.base for row in result.jumps if row.what == "gradients"]
+    assert bases and min(bases) > 1e-3
+
+
 def test_a_layers_own_code_is_told_from_its_modules():
     found = found_in({"layers.1:between": scaled()})
     assert (found.divergence.kind, found.divergence.module, found.divergence.seen_at) == (Kind.INSIDE, "model.layers.1", "model.layers.1.attn")
@@ -141,7 +150,7 @@ def test_another_batch_is_not_the_models_fault():
 def test_passes_with_other_samples_are_said_to_be():
     result = compared(capture(), capture(micro_batches=MICRO_BATCHES[::-1]))
     assert result.found is not None and result.found.divergence.kind is Kind.INPUTS
-    assert any("other tokens" in note and "p1 sample 0" in note for note in result.found.comparison.notes)
+    assert any("other tokens" in note and "of p1, p1 sample 0" in note and "--by-sample" in note for note in result.found.comparison.notes)
 
 
 def test_a_stale_weight_is_named_however_small_its_change():
@@ -294,7 +303,8 @@ def rollout_comparison(trainer: Model, engine: Model, *, ranks: int = 2, replica
     ]
     parts = replicas or ([(engine, BATCH)],)
     b = [Source(f"replica {index}", rollout_dump(model, batch)) for index, [(model, batch)] in enumerate(parts)]
-    return compare_by_sample(a, b, Place(1, 1, "actor_compute_log_prob", "rollout_generate", 0, 0, 0, None), names=("a", "b"), **options)
+    place = Place(1, 1, "actor_compute_log_prob", "rollout_generate", 0, None, None, None)
+    return summarise([compare_by_sample(a, b, place, **options)], names=("a", "b"), rtol=1e-4, limit=20)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -322,6 +332,26 @@ def test_what_goes_wrong_in_decoding_alone_is_said_to():
     result = rollout_comparison(Model(), Model(faults=decoding))
     assert result.found is not None and result.found.divergence.module == "model.layers.0.attn"
     assert "Only responses (decoding) differ; prompts (prefill) agree." in words_of(result)
+
+
+def test_weights_that_are_sharded_in_training_are_put_together():
+    def sharded(dump, number, rows):
+        for entry in dump.entries:
+            for name in entry.groups.get("parameters", {}):
+                weight = Model().weights[entry.name.split(".", 2)[2].rpartition(".forward")[0].rpartition(".")[0]]
+                entry.groups["parameters"][name] = replace(stats_of(weight[rows]), shard=(number, 2))
+        return dump
+
+    shares = [(BATCH[:2], slice(0, 10)), (BATCH[2:], slice(10, None))]
+    a = [
+        Source(f"rank {rank}", sharded(training_dump(Model(), [share], stage="actor_compute_log_prob", rank=rank), rank, rows))
+        for rank, (share, rows) in enumerate(shares)
+    ]
+    for engine, is_found in ((Model(), False), (Model(faults={"layers.1.mlp:weight": scaled()}), True)):
+        stage = compare_by_sample(a, [Source("replica 0", rollout_dump(engine, BATCH))], place_of(a[0].dump, a[0].dump))
+        assert (stage.divergence is not None and stage.divergence.kind is Kind.PARAMETERS) == is_found
+    one_rank = compare_by_sample(a[:1], [Source("b", rollout_dump(Model(), BATCH))], place_of(a[0].dump, a[0].dump))
+    assert any("7 parameters were not compared: not all of their shards" in note for note in one_rank.notes)
 
 
 def test_the_engine_that_is_wrong_is_named():
@@ -441,7 +471,7 @@ def test_names_of_samples_are_shown_as_they_are():
     renamed = [type(one)(f"arithmetic:train:{one.uid}", one.sample, one.prompt, one.response) for one in BATCH]
     a = Source("a", training_dump(Model(), [renamed], stage="actor_compute_log_prob"))
     b = Source("b", rollout_dump(Model(faults={"norm": scaled()}), renamed))
-    result = compare_by_sample([a], [b], place_of(a.dump, b.dump), names=("a", "b"))
+    result = summarise([compare_by_sample([a], [b], place_of(a.dump, b.dump))], names=("a", "b"), rtol=1e-4, limit=20)
     console = Console(file=io.StringIO(), width=300)
     console.print(*comparison_renderables(result))
     assert isinstance(console.file, io.StringIO) and "over the response of arithmetic:train:p" in console.file.getvalue()
@@ -482,6 +512,9 @@ def test_the_command_names_the_fault_and_its_status_says_so(runs, tmp_path):
     assert written["first_divergence"]["module"] == "model.layers.1.mlp" and written["first_divergence"]["ranks"] == ["rank 1"]
     data = page_data((tmp_path / "heat.html").read_text())
     assert [column["label"] for column in data["columns"]] == ["1", "2"] and data["first"]["column"] == 1
+    [plane] = [layer["planes"][0] for layer in data["layers"] if (layer["stage"], layer["rank"]) == ("actor_update", "rank 1")]
+    codes = np.frombuffer(base64.b64decode(plane), "<u2").reshape(len(data["rows"]), 2)[data["rows"].index("model.layers.1.mlp")]
+    assert codes[0] == EQUAL and code(1e-2) < codes[1] < code(1.0)
     assert {(layer["stage"], layer["rank"]) for layer in data["layers"]} >= {("actor_update", "rank 0"), ("rollout_generate", "replica 0 rank 0")}
 
 
@@ -505,6 +538,38 @@ def test_trainer_and_rollout_of_a_run_compare(runs):
     assert precision("compare", runs / "good", "--rollout", "--step", 1).exit_code == 0
     broken = precision("compare", runs / "bad", "--rollout", "--step", 2)
     assert broken.exit_code == 0, "rank 0 shows all of its tokens first, and it is healthy"
+
+
+def test_one_rank_and_two_compare_over_the_same_tokens(runs, tmp_path):
+    """A run on one rank with all micro-batches, and one on two ranks, each with a part of them."""
+    for run, model in (("one", Model()), ("two", Model()), ("broken", Model(faults={"layers.0.attn": scaled()}))):
+        for rank, share in enumerate([BATCH] if run == "one" else [BATCH[2:], BATCH[:2]]):
+            save(tmp_path / run, training_dump(model, [share[:1], share[1:]], stage="actor_compute_log_prob", rank=rank))
+    assert precision("compare", tmp_path / "one", tmp_path / "two").exit_code == 1
+    equal = precision("compare", tmp_path / "one", tmp_path / "two", "--by-sample")
+    assert equal.exit_code == 0 and "2 prompts and 4 responses" in equal.output
+    broken = precision("compare", tmp_path / "one", tmp_path / "broken", "--by-sample")
+    assert broken.exit_code == 1 and "model.layers.0.attn (Attention)" in broken.output
+
+
+def test_weights_of_two_runs_may_differ_by_noise_and_those_of_the_engine_may_not():
+    noisy = Model(faults={f"{name}:weight": scaled(1 + 2e-7) for name in Model().weights})
+    a, b = (Source("rank 0", training_dump(model, MICRO_BATCHES, stage="actor_compute_log_prob")) for model in (Model(), noisy))
+    stage = compare_by_sample([a], [b], place_of(a.dump, b.dump))
+    assert stage.divergence is None and 0 < stage.max_error < 1e-5
+    engine = rollout_comparison(Model(), noisy)
+    assert engine.found is not None and engine.found.divergence.num_differing == 7
+
+
+def test_shards_of_other_ranks_are_not_compared():
+    a, b = capture(), capture(Model(faults={"layers.1.mlp:weight": scaled()}))
+    for dump, rank in ((a, 0), (b, 1)):
+        for entry in dump.entries:
+            parameters = entry.groups.get("parameters", {})
+            entry.groups["parameters"] = {name: replace(stats, shard=(rank, 2)) for name, stats in parameters.items()}
+    [stage] = compared(a, b).stages
+    assert any("other ranks' parts" in note for note in stage.notes)
+    assert stage.divergence is not None and stage.divergence.kind is Kind.OUTPUT
 
 
 def test_the_report_has_status_1_when_something_is_not_finite(runs, tmp_path):

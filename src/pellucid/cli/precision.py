@@ -21,6 +21,7 @@ from pellucid.rundir import atomic_write
 from pellucid.stages import Stage
 
 if TYPE_CHECKING:
+    from pellucid.precision.by_sample import Source
     from pellucid.precision.compare import Comparison
     from pellucid.precision.dump import DumpRef
 
@@ -48,9 +49,12 @@ def compare(
     rollout: Annotated[
         bool, typer.Option("--rollout", help="Compare the trainer of A with its rollout engine, for the same tokens.")
     ] = False,
+    by_sample: Annotated[
+        bool, typer.Option("--by-sample", help="Compare the same tokens, on whichever ranks and in whichever micro-batches they are.")
+    ] = False,
     rtol: Annotated[
         float | None,
-        typer.Option("--rtol", min=0.0, help="Largest relative error that is none: 1e-5, with --rollout 1e-4. 0 asks for equal statistics."),
+        typer.Option("--rtol", min=0.0, help="Largest relative error that is none: 1e-5; over samples 1e-4. 0 asks for equal statistics."),
     ] = None,
     step: Step = None,
     stage: StageName = None,
@@ -72,7 +76,10 @@ def compare(
     Two steps of a run:
     [bold]pellucid precision compare RUN/profile/step_3 RUN/profile/step_7[/bold]
 
-    Trainer against rollout engine, sample by sample:
+    One rank against two, or other micro-batches: over the tokens of each sample
+    [bold]pellucid precision compare outputs/pellucid/one_rank outputs/pellucid/two_ranks --by-sample[/bold]
+
+    Trainer against rollout engine, sample by sample, too:
     [bold]pellucid precision compare RUN --rollout --step 1[/bold]
 
     Status 0: equal within --rtol. 1: not. 2: nothing to compare.
@@ -80,7 +87,9 @@ def compare(
     if rollout == (b is not None):
         raise UserError("B", "compare needs two captures, or one run and --rollout.", "See: pellucid precision compare --help")
     if rollout:
-        result = _compare_rollout(a, rtol, step, stage, limit)
+        result = _compare_samples(a, None, rtol, (step, stage, rank), limit)
+    elif by_sample:
+        result = _compare_samples(a, b, rtol, (step, stage, rank), limit)
     else:
         assert b is not None
         result = _compare(a, b, rtol, (step, stage, rank), limit, per_pass=html is not None)
@@ -152,26 +161,6 @@ def digest(a: A, b: Annotated[Path | None, typer.Argument(help="Captures that sh
     console.print(f"bitwise equal: step {', '.join(str(step.step) for step in steps)}", style="green")
 
 
-def _compare(
-    a: Path, b: Path, rtol: float | None, chosen: tuple[int | None, str | None, int | None], limit: int, *, per_pass: bool
-) -> Comparison:
-    from pellucid.precision.compare import RTOL, compare_captures, match
-    from pellucid.precision.dump_files import read_dump
-
-    pairs, notes = match(_captures(a, *chosen), _captures(b, *chosen))
-    with _reading(len(pairs)) as advance:
-        return compare_captures(
-            pairs,
-            lambda ref: read_dump(ref.folder),
-            names=(str(a), str(b)),
-            rtol=RTOL if rtol is None else rtol,
-            limit=limit,
-            per_pass=per_pass and len({place.step for place, _, _ in pairs}) == 1,
-            notes=notes,
-            on_pair=advance,
-        )
-
-
 @app.command()
 def replay(
     folder: Annotated[Path, typer.Argument(help="What NaN left behind: <run>/failures/step_N.")],
@@ -197,27 +186,50 @@ def replay(
     raise typer.Exit(1)
 
 
-def _compare_rollout(run: Path, rtol: float | None, step: int | None, stage: str | None, limit: int) -> Comparison:
-    from pellucid.precision.by_sample import RTOL, Source, compare_by_sample, first_mini_batch, trainer_and_rollout
-    from pellucid.precision.compare import Place
+def _compare(
+    a: Path, b: Path, rtol: float | None, chosen: tuple[int | None, str | None, int | None], limit: int, *, per_pass: bool
+) -> Comparison:
+    from pellucid.precision.compare import RTOL, compare_captures, match
     from pellucid.precision.dump_files import read_dump
 
-    number, name, trainer, rollout = trainer_and_rollout(_captures(run, step, None, None), step, stage)
-    sources: dict[bool, list[Source]] = {False: [], True: []}
-    with _reading(len(trainer) + len(rollout)) as advance:
-        for ref in (*trainer, *rollout):
-            advance(ref)
-            is_rollout, dump = ref.stage == Stage.ROLLOUT_GENERATE, read_dump(ref.folder)
-            whose = f"rank {ref.rank}" if ref.replica is None else f"replica {ref.replica} rank {ref.rank}"
-            sources[is_rollout].append(Source(whose, dump, None if is_rollout else first_mini_batch(dump)))
-    return compare_by_sample(
-        sources[False],
-        sources[True],
-        Place(number, number, name, str(Stage.ROLLOUT_GENERATE), 0, 0, 0, None),
-        names=(f"{run}, {name}", f"{run}, {Stage.ROLLOUT_GENERATE}"),
-        rtol=RTOL if rtol is None else rtol,
-        limit=limit,
-    )
+    pairs, notes = match(_captures(a, *chosen), _captures(b, *chosen))
+    with _reading(len(pairs)) as advance:
+        return compare_captures(
+            pairs,
+            lambda ref: read_dump(ref.folder),
+            names=(str(a), str(b)),
+            rtol=RTOL if rtol is None else rtol,
+            limit=limit,
+            per_pass=per_pass and len({place.step for place, _, _ in pairs}) == 1,
+            notes=notes,
+            on_pair=advance,
+        )
+
+
+def _compare_samples(
+    a: Path, b: Path | None, rtol: float | None, chosen: tuple[int | None, str | None, int | None], limit: int
+) -> Comparison:
+    """Compare the same stages of two runs, or a run's trainer with its rollout engine, over the tokens that both sides have."""
+    from pellucid.precision.by_sample import RTOL, compare_by_sample, read_source, same_stages, trainer_and_rollout
+    from pellucid.precision.compare import summarise
+    from pellucid.precision.dump_files import read_dump
+
+    step, stage, rank = chosen
+    if b is None:
+        if rank is not None:
+            raise UserError("--rank", "with --rollout all ranks are compared: each holds other samples.", "Leave it out.")
+        pairs = [trainer_and_rollout(_captures(a, step, None, None), step, stage)]
+    else:
+        pairs = same_stages(_captures(a, *chosen), _captures(b, *chosen))
+    rtol = RTOL if rtol is None else rtol
+    with _reading(sum(len(refs_a) + len(refs_b) for _, refs_a, refs_b in pairs)) as advance:
+
+        def sources(refs: list[DumpRef]) -> list[Source]:
+            return [(advance(ref), read_source(ref, read_dump(ref.folder)))[1] for ref in refs]
+
+        stages = [compare_by_sample(sources(refs_a), sources(refs_b), place, rtol=rtol, limit=limit) for place, refs_a, refs_b in pairs]
+    names = (str(a), str(b)) if b is not None else (f"{a}, {pairs[0][0].stage}", f"{a}, {pairs[0][0].stage_b}")
+    return summarise(stages, names=names, rtol=rtol, limit=limit)
 
 
 def _captures(path: Path, step: int | None, stage: str | None, rank: int | None) -> list[DumpRef]:

@@ -1,7 +1,7 @@
 """Compares what two stages computed of the same tokens, though they cut them into other passes or spread them over other ranks.
 
 The trainer packs sequences into micro-batches, the rollout engine prefills prompts and decodes token by token: what can be compared
-is the sum over each sample's tokens, module by module. From captures with `SampleSums` to a `Comparison` like that of `compare.py`.
+is the sum over each sample's tokens, module by module. From captures with `SampleSums` to a `StageComparison` like that of `compare.py`.
 """
 
 import math
@@ -17,14 +17,12 @@ from pellucid.precision.calls import FORWARD, MODULE, Calls, parse_name
 from pellucid.precision.compare import (
     DRIFT_SHARE,
     QUANTITIES,
-    Comparison,
     Place,
     Row,
     Samples,
     StageComparison,
     quantity,
     round_off,
-    summarise,
 )
 from pellucid.precision.difference import SAME, SCALE_FLOOR, Difference, difference, sum_errors
 from pellucid.precision.divergence import CallErrors, Candidate, Limits, Part, describe, part_of, walk
@@ -126,7 +124,9 @@ class _SampleError:
         return f"sum {self.a:.6g} against {self.b:.6g} over the {self.group[1]} of {self.group[0]}"
 
 
-def trainer_and_rollout(refs: Sequence[DumpRef], step: int | None, stage: str | None) -> tuple[int, str, list[DumpRef], list[DumpRef]]:
+def trainer_and_rollout(
+    refs: Sequence[DumpRef], step: int | None, stage: str | None
+) -> tuple[Place, list[DumpRef], list[DumpRef]]:
     """Choose what is compared: a step's training stage that runs the tokens of the rollout with the same weights, and the rollout.
 
     Args:
@@ -143,7 +143,7 @@ def trainer_and_rollout(refs: Sequence[DumpRef], step: int | None, stage: str | 
         rollout = [ref for ref in here if ref.stage == Stage.ROLLOUT_GENERATE]
         for name in stages:
             if rollout and (trainer := [ref for ref in here if ref.stage == name]):
-                return number, name, trainer, rollout
+                return Place(number, number, name, str(Stage.ROLLOUT_GENERATE), 0, None, None, None), trainer, rollout
     where = f"step {step}" if step is not None else "any step"
     raise UserError(
         "--rollout",
@@ -152,23 +152,42 @@ def trainer_and_rollout(refs: Sequence[DumpRef], step: int | None, stage: str | 
     )
 
 
-def first_mini_batch(dump: StageDump) -> int | None:
-    """Return how many passes come before the first optimizer step; None: there is none."""
+def same_stages(a: Sequence[DumpRef], b: Sequence[DumpRef]) -> list[tuple[Place, list[DumpRef], list[DumpRef]]]:
+    """Pair the captures of all ranks of one side with all of the other's, stage by stage; where each side is one step, whichever.
+
+    Raises:
+        UserError: no stage is in both.
+    """
+    steps = [sorted({ref.step for ref in side}) for side in (a, b)]
+    alone = len(steps[0]) == len(steps[1]) == 1
+    found: list[tuple[Place, list[DumpRef], list[DumpRef]]] = []
+    for step, stage, call in sorted({(ref.step, ref.stage, ref.call) for ref in a}):
+        step_b = steps[1][0] if alone else step
+        mine = [ref for ref in a if (ref.step, ref.stage, ref.call) == (step, stage, call)]
+        theirs = [ref for ref in b if (ref.step, ref.stage, ref.call) == (step_b, stage, call)]
+        if theirs:
+            found.append((Place(step, step_b, stage, stage, call, None, None, None), mine, theirs))
+    if not found:
+        raise UserError("--by-sample", "no stage was captured in the same step of both.", "Give two runs, or a step folder of each.")
+    return sorted(found, key=lambda one: one[0].order)
+
+
+def read_source(ref: DumpRef, dump: StageDump) -> Source:
+    """Return a capture with its name; of an update, up to the first optimizer step."""
     starts = dump.about.mini_batches
-    return starts[1] if len(starts) > 1 else None
+    name = f"rank {ref.rank}" if ref.replica is None else f"replica {ref.replica} rank {ref.rank}"
+    return Source(name, dump, starts[1] if len(starts) > 1 else None)
 
 
-def compare_by_sample(
-    a: Sequence[Source], b: Sequence[Source], place: Place, *, names: tuple[str, str], rtol: float = RTOL, limit: int = 20
-) -> Comparison:
+def compare_by_sample(a: Sequence[Source], b: Sequence[Source], place: Place, *, rtol: float = RTOL, limit: int = 20) -> StageComparison:
     """Compare the same tokens in captures of two stages, all ranks together.
 
     Args:
-        a: the trainer's captures, one a rank; execution order is that of the first.
-        b: the rollout engine's.
+        a: one side's captures, one a rank; execution order is that of the first.
+        b: the other's.
         place: what they are of.
-        names: of both sides, for the reader.
-        rtol: see `difference.sum_errors`; parameters of one dtype must be equal bit for bit.
+        rtol: see `difference.sum_errors`; an engine's weights must be the trainer's bit for bit, and one alone must be equal if the
+            others are.
         limit: rows of the tables.
 
     Raises:
@@ -177,10 +196,10 @@ def compare_by_sample(
     for source in (*a, *b):
         if source.dump.samples is None:
             raise UserError(
-                "--rollout", f"the capture of {source.name} ({source.dump.about.backend}) has no sums over samples.",
+                "--by-sample, --rollout", f"the capture of {source.name} ({source.dump.about.backend}) has no sums over samples.",
                 "Capture with precision_debugger.backend: native.",
             )  # fmt: skip
-    return summarise([_BySample(a, b, place, rtol).result(limit)], names=names, rtol=rtol, limit=limit)
+    return _BySample(a, b, place, rtol).result(limit)
 
 
 class _BySample:
@@ -192,7 +211,7 @@ class _BySample:
         ]
         if not self.groups:
             raise UserError(
-                "--rollout",
+                "--by-sample, --rollout",
                 "the two sides have no sample with the same tokens in common "
                 f"({len(self.table_a.groups)} and {len(self.table_b.groups)} parts of samples).",
                 "Capture both stages of the same step, whole, on all ranks.",
@@ -201,6 +220,8 @@ class _BySample:
         self.names = list(self.table_a.rows)
         self.matrix = self._matrix()
         self.dtypes: Counter[tuple[str, str]] = Counter()
+        self.num_same = self.num_weights = 0
+        """How many parameters are equal, and were compared."""
         self.unsure = 0
         """Parameters that could not be compared."""
         self.calls_a = [_first_calls(source.dump) for source in a]
@@ -211,8 +232,10 @@ class _BySample:
         self.drift = " against ".join(dtype.removeprefix("torch.") for dtype in other.most_common()[0][0]) if is_drift else None
         floor = max(map(round_off, other), default=0.0) if is_drift else 0.0
         self.limits = Limits(rtol, floor=floor)
+        is_copy = place.stage_b == Stage.ROLLOUT_GENERATE != place.stage
+        exact = not is_drift and (is_copy or 2 * self.num_same > self.num_weights)
         for found in self.errors.values():
-            found.exact_parameters = not is_drift
+            found.exact_parameters = exact
 
     def _matrix(self) -> np.ndarray:
         """Return the errors [tensors of A, common groups], nan where one side has nothing."""
@@ -279,6 +302,8 @@ class _BySample:
             has_checksums = whole_a.checksum is not None and whole_b.checksum is not None
             if not has_checksums and measured.error <= rtol and not measured.dtypes_differ:
                 measured = replace(measured, error=SAME)
+            self.num_same += measured.error == SAME
+            self.num_weights += 1
             found.append(measured)
         return found
 
@@ -327,7 +352,8 @@ class _BySample:
         if len(self.b) > 1:
             all_names = {source.name for source in self.b}
             which = "all" if sources == all_names else f"only {', '.join(sorted(sources))} of the {len(all_names)}"
-            result.remarks.append(f"The samples that differ were sampled by {which} engines.")
+            where = "engines" if self.place.stage_b == Stage.ROLLOUT_GENERATE else "ranks of B"
+            result.remarks.append(f"What differs was computed by {which} {where}.")
 
     def _row(self, candidate: Candidate) -> Row:
         name = self.calls.names[candidate.entry]

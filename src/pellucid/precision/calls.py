@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from pellucid.precision.dump import Entry, StageDump
 
-FORWARD, BACKWARD, GRADIENTS, OPTIMIZER = "forward", "backward", "parameters_grad", "optimizer"
+FORWARD, BACKWARD, PARAMETER_GRADIENTS, OPTIMIZER = "forward", "backward", "parameters_grad", "optimizer"
 MODULE = "Module"
 
 
@@ -49,7 +49,7 @@ def parse_name(entry: str) -> CallName:
     parts = entry.split(".")
     if parts[0] == MODULE:
         call = int(parts.pop()) if parts[-1].isdigit() else 0
-        direction = parts.pop() if parts[-1] in (FORWARD, BACKWARD, GRADIENTS, OPTIMIZER) else FORWARD
+        direction = parts.pop() if parts[-1] in (FORWARD, BACKWARD, PARAMETER_GRADIENTS, OPTIMIZER) else FORWARD
         return CallName(MODULE, ".".join(parts[1:-1]), parts[-1], direction, call)
     direction = parts.pop() if parts[-1] in (FORWARD, BACKWARD) else FORWARD
     call = int(parts.pop()) if parts[-1].isdigit() else 0
@@ -107,7 +107,7 @@ class Calls:
 
     def backward_of(self, index: int) -> int | None:
         """Return the backward call whose module's parameters the gradients of this entry are of."""
-        if self.names[index].direction != GRADIENTS:
+        if self.names[index].direction != PARAMETER_GRADIENTS:
             return None
         return self._twin(self.entries[index].name, BACKWARD)
 
@@ -131,7 +131,7 @@ class Calls:
         """Return the enclosing call. Backward calls are enclosed as the forward ones were: what autograd's hooks see is in part
         missing, and in part the grandparent.
         """
-        if name.direction == GRADIENTS and (backward := self._twin(entry.name, BACKWARD)) is not None:
+        if name.direction == PARAMETER_GRADIENTS and (backward := self._twin(entry.name, BACKWARD)) is not None:
             return backward
         if name.direction not in (FORWARD, OPTIMIZER):
             forward = self._twin(entry.name, FORWARD)

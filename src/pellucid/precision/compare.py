@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pellucid.errors import UserError
-from pellucid.precision.calls import FORWARD, GRADIENTS, MODULE, OPTIMIZER, CallName, Calls, pass_label
+from pellucid.precision.calls import FORWARD, MODULE, OPTIMIZER, PARAMETER_GRADIENTS, CallName, Calls, pass_label
 from pellucid.precision.difference import SAME, Difference, difference, is_float, span_errors
 from pellucid.precision.divergence import (
     CallErrors,
@@ -26,7 +26,7 @@ from pellucid.precision.divergence import (
     part_of,
     walk,
 )
-from pellucid.precision.dump import DumpRef, StageDump, leaves
+from pellucid.precision.dump import DumpRef, Pass, StageDump, TensorStats, leaves
 from pellucid.stages import Stage
 
 RTOL = 1e-5
@@ -39,8 +39,8 @@ OTHER_ROUND_OFF = 2.0**-3
 _BIAS_FLOOR = 0.1
 """A bias's gradient sums up the gradient that comes in; where next to nothing remains, its error is judged by a share of that."""
 
-Quantity = str
-OUTPUT, INPUTS, PARAMETERS, GRADIENTS_ = QUANTITIES = ("output", "inputs", "parameters", "gradients")
+OUTPUT, INPUTS, PARAMETERS, GRADIENTS = QUANTITIES = ("output", "inputs", "parameters", "gradients")
+"""What of a module is shown: of its forward calls the first three; what its backward calls read and compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,9 @@ class Place:
     stage: str
     stage_b: str
     call: int
-    rank: int
-    rank_b: int
+    rank: int | None
+    """None: all ranks together."""
+    rank_b: int | None
     replica: int | None
 
     @property
@@ -64,7 +65,9 @@ class Place:
 
     @property
     def rank_name(self) -> str:
-        """`rank 1`, `replica 0 rank 1`."""
+        """`rank 1`, `replica 0 rank 1`, `all ranks`."""
+        if self.rank is None:
+            return "all ranks"
         rank = f"rank {self.rank}" if self.rank == self.rank_b else f"rank {self.rank}/{self.rank_b}"
         return rank if self.replica is None else f"replica {self.replica} {rank}"
 
@@ -214,7 +217,7 @@ def match(a: Sequence[DumpRef], b: Sequence[DumpRef]) -> tuple[list[tuple[Place,
     notes = [f"only in A: {_contents([ref for ref in a if key(ref) not in keys_b])}"] if len(pairs) < len(a) else []
     if alone := [ref for ref in b if id(ref) not in paired_b]:
         notes.append(f"only in B: {_contents(alone)}")
-    return sorted(pairs, key=lambda pair: (*pair[0].order, pair[0].replica or 0, pair[0].rank)), notes
+    return sorted(pairs, key=lambda pair: (*pair[0].order, pair[0].replica or 0, pair[0].rank or 0)), notes
 
 
 def _contents(refs: Sequence[DumpRef]) -> str:
@@ -328,7 +331,7 @@ class _Pair:
         self.errors: dict[int, CallErrors] = {}
         self.dtypes: Counter[tuple[str, str]] = Counter()
         """Of outputs of forward calls of modules, A's and B's."""
-        self._num_other_dtype = self._num_leaves = 0
+        self._num_other_dtype = self._num_other_shards = self._num_leaves = 0
         self._weights: defaultdict[tuple[str, int], list[tuple[bool, bool]]] = defaultdict(list)
         """By moment, of each parameter whether it is trained, and whether it is equal bit for bit."""
         for index, name in enumerate(self.calls.names):
@@ -340,16 +343,19 @@ class _Pair:
         if not floor:
             self._ask_for_equal_parameters()
 
-    def _compare_call(self, index: int, name: CallName, leaves_b: dict[str, object]) -> CallErrors:
+    def _compare_call(self, index: int, name: CallName, leaves_b: dict[str, TensorStats]) -> CallErrors:
         errors = CallErrors()
         entry = self.a.entries[index]
-        floor = self._bias_floor(index) if name.direction == GRADIENTS else 0.0
+        floor = self._bias_floor(index) if name.direction == PARAMETER_GRADIENTS else 0.0
         for path, stats in leaves(entry):
             other = leaves_b.get(path)
             if other is None:
                 continue
+            if stats.shard != other.shard:
+                self._num_other_shards += 1
+                continue
             part = part_of(name, path)
-            found = difference(path, stats, other, floor if "bias" in path else 0.0)  # pyright: ignore[reportArgumentType]
+            found = difference(path, stats, other, floor if "bias" in path else 0.0)
             if found.error != SAME and (by_sample := self._sample_errors.get(f"{entry.name}|{path}", SAME)) > found.error:
                 found = Difference(by_sample, path, stats, found.b)
             errors.take(part, found)
@@ -498,10 +504,12 @@ class _Pair:
                 notes.append(f"{where}: the capture of {side} is not complete" + (f" ({dump.about.error})" if dump.about.error else ""))
         if result.num_other_dtype and not self.drift:
             notes.append(f"{where}: {result.num_other_dtype:,} of {self._num_leaves:,} tensors are of another dtype in B")
-        spans = [(one.spans, other.spans) for one, other in zip(self.a.about.passes, self.b.about.passes)]
-        if (other := next((index for index, (one, two) in enumerate(spans) if one != two), None)) is not None:
-            whose = f"{_whose(self.a, other)} against {_whose(self.b, other)}"
-            notes.append(f"{where}: from {result.pass_labels[other]} on, the passes hold other tokens ({whose})")
+        if self._num_other_shards:
+            notes.append(f"{where}: {self._num_other_shards:,} tensors are other ranks' parts, or cut otherwise, and were not compared")
+        passes = zip(self.a.about.passes, self.b.about.passes)
+        if (other := next((index for index, (one, two) in enumerate(passes) if one.spans != two.spans), None)) is not None:
+            whose = " against ".join(_whose(dump.about.passes[other]) for dump in (self.a, self.b))
+            notes.append(f"{where}: from {result.pass_labels[other]} on, the passes hold other tokens: {whose}; try --by-sample")
         return notes
 
 
@@ -510,12 +518,12 @@ def round_off(pair: tuple[str, str]) -> float:
     return max(ROUND_OFF.get(dtype, OTHER_ROUND_OFF) for dtype in pair) if pair[0] != pair[1] else 0.0
 
 
-def quantity(name: CallName, part: Part) -> Quantity:
+def quantity(name: CallName, part: Part) -> str:
     """Return which of `QUANTITIES` a part of a call is shown as."""
     if name.direction == OPTIMIZER and part is Part.OUTPUT:
         return PARAMETERS
     if name.direction != FORWARD:
-        return GRADIENTS_
+        return GRADIENTS
     return {Part.INPUTS: INPUTS, Part.PARAMETERS: PARAMETERS, Part.OUTPUT: OUTPUT}[part]
 
 
@@ -523,10 +531,9 @@ def _is_weight(name: CallName, part: Part) -> bool:
     return part is Part.PARAMETERS or (name.direction == OPTIMIZER and part is Part.OUTPUT)
 
 
-def _whose(dump: StageDump, index: int) -> str:
-    spans = dump.about.passes[index].spans
-    names = list(dict.fromkeys(span.sample for span in spans))
-    return f"{len(spans)} spans of {', '.join(names[:3])}{', …' if len(names) > 3 else ''}, {sum(span.length for span in spans):,} tokens"
+def _whose(one: Pass) -> str:
+    names = list(dict.fromkeys(span.sample for span in one.spans))
+    return f"{sum(span.length for span in one.spans):,} of {', '.join(names[:2])}{', …' if len(names) > 2 else ''}"
 
 
 def _lengths(dump: StageDump) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from pellucid.precision.calls import BACKWARD, GRADIENTS, MODULE, OPTIMIZER, CallName, Calls
+from pellucid.precision.calls import BACKWARD, MODULE, OPTIMIZER, PARAMETER_GRADIENTS, CallName, Calls
 from pellucid.precision.difference import SAME
 
 JUMP = 10.0
@@ -76,7 +76,7 @@ PART_OF_GROUP = {
 
 def part_of(name: CallName, path: str) -> Part:
     """Return which part of a call a leaf belongs to."""
-    if name.direction == GRADIENTS:
+    if name.direction == PARAMETER_GRADIENTS:
         return Part.OUTPUT
     return PART_OF_GROUP.get(path.partition(".")[0], Part.OUTPUT)
 
@@ -236,14 +236,14 @@ class _Scopes:
             return
         direction, scope = self._calls.names[index].direction, self._calls.parents[index]
         base = self._scopes[index]
-        if direction == GRADIENTS:
+        if direction == PARAMETER_GRADIENTS:
             module = self._calls.names[index].every_call
             base = max(base, self._scopes.get(scope, SAME), self._added_up.get(module, SAME))
             self._added_up[module] = output.error
             self._gradients = output.error if math.isnan(self._gradients) else max(self._gradients, output.error)
         if self._limits.beyond(output, exact=direction == OPTIMIZER and found.exact_parameters):
             yield Candidate(index, Part.OUTPUT, output, base, position)
-        if direction not in (GRADIENTS, OPTIMIZER):  # nothing is computed from those within the pass
+        if direction not in (PARAMETER_GRADIENTS, OPTIMIZER):  # nothing is computed from those within the pass
             self._raise(scope, output.error)
 
     def _raise(self, scope: int | None, error: float) -> None:
@@ -302,7 +302,7 @@ def describe(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidat
         kind = Kind.PARAMETERS
     elif name.direction == OPTIMIZER:
         kind = Kind.OPTIMIZER if part is Part.OUTPUT else Kind.OPTIMIZER_GRADIENT
-    elif name.direction == GRADIENTS:
+    elif name.direction == PARAMETER_GRADIENTS:
         kind = Kind.PARAMETER_GRADIENT
     elif part is Part.INPUTS:
         is_loss = name.direction == BACKWARD and calls.first_backward(calls.passes[index]) == index
@@ -315,7 +315,7 @@ def describe(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidat
         kind=kind,
         module=owner.label,
         module_class=owner.module_class,
-        direction=BACKWARD if name.direction == GRADIENTS else name.direction,
+        direction=BACKWARD if name.direction == PARAMETER_GRADIENTS else name.direction,
         entry=calls.entries[index].name,
         path=candidate.finding.path,
         error=candidate.finding.error,
@@ -333,7 +333,7 @@ def describe(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidat
 def _how_many(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidate, limits: Limits) -> tuple[int, int]:
     """Return at how many modules the same differs at the same moment, and how many there are, of parameters and their gradients."""
     name = calls.names[candidate.entry]
-    if candidate.part is not Part.PARAMETERS and name.direction not in (GRADIENTS, OPTIMIZER):
+    if candidate.part is not Part.PARAMETERS and name.direction not in (PARAMETER_GRADIENTS, OPTIMIZER):
         return 0, 0
 
     def moment(index: int) -> tuple[str, int]:

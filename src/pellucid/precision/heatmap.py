@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pellucid.precision.compare import QUANTITIES, Comparison, StageComparison
+from pellucid.precision.calls import FORWARD
+from pellucid.precision.compare import GRADIENTS, INPUTS, OUTPUT, PARAMETERS, QUANTITIES, Comparison, StageComparison
 from pellucid.precision.difference import SAME
+from pellucid.precision.divergence import Divergence, Kind
 from pellucid.precision.text import error_text, explanation, headline, joined
 
 _ASSETS = Path(__file__).parents[1] / "assets"
@@ -43,6 +45,10 @@ class _Column:
     order: tuple[int, ...]
     label: str
     about: str
+    group: str
+    """What columns next to each other have in common: the stage."""
+    nth: int
+    """Of its group."""
 
 
 def heatmap_page(result: Comparison) -> str:
@@ -81,7 +87,7 @@ def _data(result: Comparison) -> dict[str, Any]:
     return {
         "rows": rows,
         "classes": classes,
-        "columns": [{"label": column.label, "about": column.about} for column in columns],
+        "columns": [{"label": one.label, "about": one.about, "group": one.group, "nth": one.nth} for one in columns],
         "quantities": list(QUANTITIES),
         "layers": [
             {"stage": stage, "rank": rank, "planes": [_packed(plane) for plane in matrix]} for (stage, rank), matrix in layers.items()
@@ -107,9 +113,10 @@ def _columns(stage: StageComparison, result: Comparison) -> list[_Column]:
     place = stage.place
     if len({other.place.step for other in result.stages}) > 1:
         label = str(place.step) if place.step == place.step_b else f"{place.step}/{place.step_b}"
-        return [_Column((place.step,), label, f"step {label}")]
+        return [_Column((place.step,), label, f"step {label}", "", place.step)]
     return [
-        _Column((*place.order, number), str(number + 1), f"{place.moment}, {label}") for number, label in enumerate(stage.pass_labels)
+        _Column((*place.order, number), str(number + 1), f"{place.moment}, {label}", _stage_name(stage), number)
+        for number, label in enumerate(stage.pass_labels)
     ]
 
 
@@ -146,4 +153,14 @@ def _first(result: Comparison, at_row: dict[str, int], at_column: dict[_Column, 
     row = at_row.get(divergence.module, at_row.get(divergence.seen_at))
     columns = _columns(found.comparison, result)
     column = columns[divergence.pass_index] if len(columns) > divergence.pass_index else columns[0]
-    return {"row": row, "column": at_column[column], "stage": _stage_name(found.comparison), "ranks": joined(found.ranks)}
+    return {"row": row, "column": at_column[column], "stage": _stage_name(found.comparison), "ranks": joined(found.ranks),
+            "of": _quantity_of(divergence)}  # fmt: skip
+
+
+def _quantity_of(divergence: Divergence) -> str:
+    """Return the quantity that shows a divergence."""
+    if divergence.kind in (Kind.PARAMETERS, Kind.OPTIMIZER):
+        return PARAMETERS
+    if divergence.direction != FORWARD:
+        return GRADIENTS
+    return INPUTS if divergence.kind in (Kind.INPUTS, Kind.INSIDE) else OUTPUT
