@@ -69,6 +69,8 @@ class NativeSession:
     ) -> None:
         self._models, self._folder, self._about, self._gather = tuple(models), folder, about, gather
         first = next((parameter for model in self._models for parameter in model.parameters()), None)
+        self._is_flat = any(isinstance(module, FullyShardedDataParallel) for model in models for module in model.modules())
+        """Whether FSDP, the first, holds the parameters: as slices of one flat shard."""
         self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
         self._with_modules = modules
         self._operators = OperatorRecorder(self._recorder, self._inside, self._guarded) if operators else None
@@ -251,11 +253,6 @@ class NativeSession:
         mesh, cut = tensor.device_mesh, [at for at, how in enumerate(tensor.placements) if isinstance(how, Shard)]
         shard = (mesh.get_local_rank(cut[0]), mesh.size(cut[0])) if cut else None
         return self._recorder.leaf(tensor.to_local(), shard)
-
-    @property
-    def _is_flat(self) -> bool:
-        """Whether FSDP, the first, holds the parameters: as slices of one flat shard."""
-        return any(isinstance(module, FullyShardedDataParallel) for model in self._models for module in model.modules())
 
     # --- around ------------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class OperatorRecorder(TorchFunctionMode):
         """Run the function and record what it read and computed."""
         kwargs = kwargs or {}
         name = operator_name(func)
-        if name is None or torch._C._current_graph_task_id() != -1:
+        if name is None:
             return func(*args, **kwargs)
         groups: dict[str, Any] = {}
         self._read(groups, args, kwargs)  # before the call, which may change them in place
