@@ -382,7 +382,7 @@ class _BySample:
 
     def _notes(self) -> list[str]:
         prompts = sum(part == "prompt" for _, part in self.groups)
-        notes = [f"Compared over the tokens of {prompts} prompts and {len(self.groups) - prompts} responses."]
+        notes = [f"{self.place.moment}: over the tokens of {prompts} prompts and {len(self.groups) - prompts} responses."]
         alone = (len(self.table_a.groups) - len(self.groups), len(self.table_b.groups) - len(self.groups))
         if any(alone):
             notes.append(f"Not compared, as the other side has not the same tokens of them: {alone[0]} parts of samples of A, {alone[1]} of B.")
