@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pellucid.errors import UserError
-from pellucid.precision.calls import FORWARD, MODULE, OPTIMIZER, PARAMETER_GRADIENTS, CallName, Calls, pass_label
+from pellucid.precision.calls import (
+    BACKWARD,
+    FORWARD,
+    MODULE,
+    OPTIMIZER,
+    PARAMETER_GRADIENTS,
+    CallName,
+    Calls,
+    pass_label,
+)
 from pellucid.precision.difference import SAME, Difference, difference, is_float, span_errors
 from pellucid.precision.divergence import (
     CallErrors,
@@ -432,6 +441,8 @@ class _Pair:
 
     def _samples(self, divergence: Divergence) -> Samples | None:
         key = f"{divergence.entry}|{divergence.path}"
+        if divergence.kind is Kind.PARAMETER_GRADIENT:  # which is a sum over samples; what the module sends back is not
+            key = f"{divergence.entry.replace(f'.{PARAMETER_GRADIENTS}.', f'.{BACKWARD}.')}|output.0"
         a, b = self.a.samples, self.b.samples
         if a is None or b is None or key not in self._sample_errors or divergence.kind is Kind.PARAMETERS:
             return None
