@@ -354,3 +354,40 @@ def run_captured(setup: Setup, folder: Path, *, gather: bool = False, level: str
 def run_gathered(folder: Path) -> int:
     """Do `run_captured` with FSDP2 and whole parameters."""
     return run_captured(Setup(ShardingPlan("fsdp2")), folder, gather=True)
+
+
+def first_nan(setup: Setup, place: Literal["weight", "token", "gradient"]) -> tuple[str, int, str, list[str]]:
+    """Where the NaN sentinel says that the NaN of one rank's shard, of row 3 or of its gradient began: module, rank, direction, samples."""
+    engine, rows = make_engine(setup), [replace(row, name=f"row {index}") for index, row in enumerate(sequences())]
+    engine.watch_for_nan(True)
+    assert engine.sharding is not None
+    last = engine.sharding.rank == engine.sharding.num_ranks - 1
+    if place == "weight":
+        if last:
+            with torch.no_grad():
+                engine.optimizer.weights()["model.layers.1.mlp.up_proj.weight"].view(-1)[-1] = math.nan
+    else:
+        [mlp] = [module for name, module in engine.model.named_modules() if name.endswith("mlp") and ".0." in name]
+        plain, seen = mlp.forward, {}
+        engine.model.get_decoder().register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+        wanted = torch.tensor(rows[3].response_ids[:4])
+
+        def spoiled(x: torch.Tensor) -> torch.Tensor:
+            ids = seen["input_ids"][0]
+            at = [start for start in range(len(ids) - 4) if torch.equal(ids[start : start + 4], wanted)]
+            mask = torch.isin(torch.arange(len(ids)), torch.tensor(at))[:, None]
+            if place == "token":
+                return torch.where(mask, math.nan, plain(x))
+            x = x.clone()
+            if x.requires_grad:
+                x.register_hook(lambda gradient: torch.where(mask, math.nan, gradient))
+            return plain(x)
+
+        mlp.forward = spoiled
+    try:
+        engine.train_mini_batch(rows, LogProbHead(TEMPERATURE), loss)
+    except NonFiniteError as error:
+        found = error.finding
+        assert found is not None
+        return found.place, found.rank, found.direction, [tokens.sample for tokens in found.tokens]
+    raise AssertionError("nothing was found")

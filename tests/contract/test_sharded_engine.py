@@ -405,3 +405,15 @@ def test_gathered_parameters_are_those_of_one_process(ranks, tmp_path):
     for rank in (0, 1):
         mine = dump_of(gathered, rank)[f"{WEIGHT}.forward.0"]["parameters.weight"]
         assert mine.shard is None and mine.checksum == alone[f"{WEIGHT}.forward.0"]["parameters.weight"].checksum
+
+
+@pytest.mark.parametrize("place", ["weight", "token", "gradient"])
+def test_the_first_nan_is_named_with_its_rank_on_every_rank(ranks, plan, place):
+    found = ranks.run(2, sharded.first_nan, Setup(plan=plan), place)
+    assert found[0] == found[1]
+    module, rank, direction, samples = found[0]
+    assert direction == ("backward" if place == "gradient" else "forward")
+    if place == "weight":
+        assert (module, rank) == ("model.layers.1.mlp.up_proj", 0), "gathered weights are bad on all ranks: the lowest says so"
+    else:
+        assert module == "model.layers.0.mlp" and samples == ["row 3"]

@@ -280,6 +280,17 @@ def test_a_gradient_norm_that_alone_overflows_is_named():
     assert finding.place == "the norm of the gradients" and "too large" in finding.cause
 
 
+def test_a_bad_value_that_no_loss_reads_stops_the_update():
+    one = engine()
+    mlp = one.model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: torch.where((torch.arange(x.shape[1]) == 0)[:, None], math.inf, plain(x))
+    assert torch.isfinite(engine(on=False).forward(sequences(), HEAD).logp).all(), "the first prompt token predicts nothing"
+    error = failure(update(one))
+    assert (error.quantity, error.finding.place, error.finding.tokens[0].positions) == ("the output of a module", "model.layers.1.mlp", (0,))
+    assert one.version == 0 and one.optimizer.num_steps == 0
+
+
 @pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq", None])
 def test_weights_that_a_step_spoils_are_named_with_their_state(state):
     one = engine()

@@ -4,6 +4,7 @@ An engine holds a `Flags` round its passes while `trainer.nan_sentinel` is on; w
 out where it began, by running the same passes again.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class Flags:
         self._of: list[tuple[Place, int]] = []
         self._unit = 0
         self._bad: Flag | None = None
+        self._last: Callable[[], torch.Tensor | None] = lambda: None
+        """The tensor that was last added, while it lives."""
 
     def __enter__(self) -> "Flags":
         self._unit, self._bad = 0, None
@@ -85,8 +88,9 @@ class Flags:
 
     def add(self, place: Place, tensor: torch.Tensor) -> None:
         """Keep a flag of a tensor, on its device and without waiting for it."""
-        if not tensor.is_floating_point() or self._bad is not None:
-            return
+        if not tensor.is_floating_point() or self._bad is not None or tensor is self._last():
+            return  # a module that returns what its last part did has that one's flag
+        self._last = weakref.ref(tensor)
         with torch._C._DisableAutocast():  # which would make a copy in float32 first
             # In float16 the sum of finite numbers is easily more than it holds.
             value = tensor.detach().sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)

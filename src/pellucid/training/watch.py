@@ -46,7 +46,8 @@ class NanWatch:
 
     def __init__(self, engine: "FsdpEngine") -> None:
         self._engine = engine
-        self._flags = Flags(engine.model, engine.model.get_decoder())
+        hidden_size = engine.model.config.get_text_config().hidden_size
+        self._flags = Flags(engine.model, engine.model.get_decoder(), lambda module: _has_flag(module, hidden_size))
         self._work: _Work | None = None
 
     def forward(
@@ -175,6 +176,13 @@ class NanWatch:
         assert optimizer is not None
         lr = optimizer.schedule.lr_at(optimizer.num_steps - 1)
         return earliest(locate_weights(optimizer.weights(), optimizer.moments(), lr), sharding) or unexplained(None, "")
+
+
+def _has_flag(module: torch.nn.Module, hidden_size: int) -> bool:
+    """Leave out what takes long to read and shows in the module around it: wide projections, and activations between them."""
+    if isinstance(module, torch.nn.Linear):
+        return module.out_features <= hidden_size
+    return next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is not None
 
 
 def any_rank(here: bool, sharding: "Sharding | None") -> bool:

@@ -1,10 +1,11 @@
-"""The NaN sentinel of the native engine: flags of each decoder layer, looked at once a call, and the call repeated on a hit.
+"""The NaN sentinel of the native engine: flags of some decoder layers, looked at once a call, and the call repeated on a hit.
 
-A call is a function of weights, prompts and seeds, so its repetition goes wrong at the same token. Single layers are left to the
-repetition: a decoding step is so short that a flag of every module would show.
+A call is a function of weights, prompts and seeds, so its repetition goes wrong at the same token. Single modules are left to it: a
+decoding step is so short that a flag of each would show. NaN and Inf do not leave the residual stream that runs through the layers.
 """
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,14 +28,18 @@ if TYPE_CHECKING:
     from pellucid.rollout.native.engine import NativeRolloutEngine
 
 Generate = Callable[["NativeRolloutEngine", Progress | None], list[Rollout]]
+MAX_LAYERS = 8
+"""That have flags."""
 _SAMPLING = Finding("sampling", "", "forward", "NaN or Inf", "the logits are finite, their softmax at this temperature is not")
 
 
 def layer_flags(engine: "NativeRolloutEngine") -> Flags:
-    """Return flags of the decoder, and of each of its layers."""
+    """Return flags of the decoder, and of a few of its layers."""
     model = engine.policy.model
-    decoder, layers = model.get_decoder(), set(model._no_split_modules or [])
-    return Flags(model, decoder, lambda module: module is decoder or type(module).__name__ in layers)
+    decoder, kinds = model.get_decoder(), set(model._no_split_modules or [])
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    flagged = {decoder, *layers[:: math.ceil(len(layers) / MAX_LAYERS) or 1]}
+    return Flags(model, decoder, flagged.__contains__)
 
 
 def watched_generate(
