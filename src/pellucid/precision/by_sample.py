@@ -15,12 +15,12 @@ import numpy as np
 from pellucid.errors import UserError
 from pellucid.precision.calls import FORWARD, MODULE, Calls, parse_name
 from pellucid.precision.compare import (
-    DRIFT_SHARE,
     QUANTITIES,
     Place,
     Row,
     Samples,
     StageComparison,
+    drift_of,
     quantity,
     round_off,
 )
@@ -218,7 +218,6 @@ class _BySample:
             )
         self.calls = Calls(a[0].dump)
         self.names = list(self.table_a.rows)
-        self.matrix = self._matrix()
         self.dtypes: Counter[tuple[str, str]] = Counter()
         self.num_same = self.num_weights = 0
         """How many parameters are equal, and were compared."""
@@ -226,16 +225,30 @@ class _BySample:
         """Parameters that could not be compared."""
         self.calls_a = [_first_calls(source.dump) for source in a]
         self.calls_b = [_first_calls(source.dump) for source in b]
+        self.widths = self._count_dtypes()
+        self.drift = drift_of(self.dtypes)
+        is_drift = self.drift is not None
+        self.matrix = self._matrix()
         self.errors = self._errors(rtol)
-        other = Counter({pair: count for pair, count in self.dtypes.items() if pair[0] != pair[1]})
-        is_drift = bool(other) and other.total() >= DRIFT_SHARE * self.dtypes.total()
-        self.drift = " against ".join(dtype.removeprefix("torch.") for dtype in other.most_common()[0][0]) if is_drift else None
+        other = [pair for pair in self.dtypes if pair[0] != pair[1]]
         floor = max(map(round_off, other), default=0.0) if is_drift else 0.0
         self.limits = Limits(rtol, floor=floor)
         is_copy = place.stage_b == Stage.ROLLOUT_GENERATE != place.stage
         exact = not is_drift and (is_copy or 2 * self.num_same > self.num_weights)
         for found in self.errors.values():
             found.exact_parameters = exact
+
+    def _count_dtypes(self) -> dict[str, int]:
+        """Count the dtypes of what modules put out on both sides, and return by tensor how many elements a token has."""
+        widths: dict[str, int] = {}
+        for index, entry in self.calls_a[0].values():
+            call = self.calls.names[index].every_call
+            twin = next((dict(leaves(other[call][1])) for other in self.calls_b if call in other), {})
+            for path, stats in leaves(entry):
+                widths[f"{call}|{path}"] = stats.shape[-1] if stats.shape else 1
+                if part_of(self.calls.names[index], path) is Part.OUTPUT and path in twin:
+                    self.dtypes[stats.dtype, twin[path].dtype] += 1
+        return widths
 
     def _matrix(self) -> np.ndarray:
         """Return the errors [tensors of A, common groups], nan where one side has nothing."""
@@ -252,7 +265,9 @@ class _BySample:
         squares = np.maximum(a.square_sum[at_a], b.square_sum[at_b])
         finite = np.where(np.isfinite(squares), squares, 0.0)
         floor = SCALE_FLOOR * np.sqrt(finite.sum(axis=1, keepdims=True) / tokens.sum() * tokens)
-        found = sum_errors(a.sum[at_a], a.square_sum[at_a], a.num_bad[at_a], b.sum[at_b], b.square_sum[at_b], b.num_bad[at_b], floor)
+        widths = np.array([self.widths.get(name, 1) for name in common])[:, None]
+        shrink = np.sqrt(np.maximum(tokens * widths, 1.0)) if self.drift else 1.0
+        found = sum_errors(a.sum[at_a], a.square_sum[at_a], a.num_bad[at_a], b.sum[at_b], b.square_sum[at_b], b.num_bad[at_b], floor, shrink)
         errors[rows_a] = np.where(a.is_there[at_a] & b.is_there[at_b], found, np.nan)
         return errors
 
@@ -271,8 +286,6 @@ class _BySample:
                         found.take(part, measured)
                 elif (measured := self._tensor(name.every_call, path)) is not None:
                     found.take(part, measured)
-                    if part is Part.OUTPUT and leaves_b and path in leaves_b[0]:
-                        self.dtypes[stats.dtype, leaves_b[0][path].dtype] += 1
             if twins:
                 result[index] = found
         return result

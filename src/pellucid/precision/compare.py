@@ -35,7 +35,7 @@ from pellucid.precision.divergence import (
     part_of,
     walk,
 )
-from pellucid.precision.dump import DumpRef, Pass, StageDump, TensorStats, leaves
+from pellucid.precision.dump import DumpRef, Entry, Pass, StageDump, TensorStats, leaves
 from pellucid.stages import Stage
 
 RTOL = 1e-5
@@ -336,7 +336,8 @@ class _Pair:
         self.a, self.b, self.place = a, b, place
         self.calls = Calls(a)
         self._entries_b = {entry.name: entry for entry in b.entries}
-        self._sample_errors = _sample_errors(a, b)
+        self.drift = _drift(a, self._entries_b)
+        self._sample_errors = {} if self.drift else _sample_errors(a, b)
         self.errors: dict[int, CallErrors] = {}
         self.dtypes: Counter[tuple[str, str]] = Counter()
         """Of outputs of forward calls of modules, A's and B's."""
@@ -346,7 +347,6 @@ class _Pair:
         for index, name in enumerate(self.calls.names):
             if (other := self._entries_b.get(a.entries[index].name)) is not None:
                 self.errors[index] = self._compare_call(index, name, dict(leaves(other)))
-        self.drift = self._drift()
         floor = max(map(round_off, self.dtypes), default=0.0) if self.drift else 0.0
         self.limits = Limits(rtol, floor=floor)
         if not floor:
@@ -364,7 +364,7 @@ class _Pair:
                 self._num_other_shards += 1
                 continue
             part = part_of(name, path)
-            found = difference(path, stats, other, floor if "bias" in path else 0.0)
+            found = difference(path, stats, other, floor if "bias" in path else 0.0, rounded=self.drift is not None)
             if found.error != SAME and (by_sample := self._sample_errors.get(f"{entry.name}|{path}", SAME)) > found.error:
                 found = Difference(by_sample, path, stats, found.b)
             errors.take(part, found)
@@ -395,13 +395,6 @@ class _Pair:
             return 0.0
         norms = [stats.norm for path, stats in leaves(self.a.entries[backward]) if path.startswith("input")]
         return _BIAS_FLOOR * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-
-    def _drift(self) -> str | None:
-        other = Counter({pair: count for pair, count in self.dtypes.items() if pair[0] != pair[1]})
-        if not other or other.total() < DRIFT_SHARE * self.dtypes.total():
-            return None
-        [(a, b), _], *_ = other.most_common()
-        return f"{a.removeprefix('torch.')} against {b.removeprefix('torch.')}"
 
     def result(self, limit: int, per_pass: bool) -> StageComparison:
         names_a = set(self.calls.index_of)
@@ -549,6 +542,27 @@ def _whose(one: Pass) -> str:
 
 def _lengths(dump: StageDump) -> list[np.ndarray]:
     return [np.array([span.length for span in one.spans], dtype=np.float64) for one in dump.about.passes]
+
+
+def drift_of(dtypes: Counter[tuple[str, str]]) -> str | None:
+    """Return which two precisions the sides compute in, from the dtypes (A's, B's) of what modules put out; None: the same."""
+    other = Counter({pair: count for pair, count in dtypes.items() if pair[0] != pair[1]})
+    if not other or other.total() < DRIFT_SHARE * dtypes.total():
+        return None
+    [(a, b), _], *_ = other.most_common()
+    return f"{a.removeprefix('torch.')} against {b.removeprefix('torch.')}"
+
+
+def _drift(a: StageDump, entries_b: dict[str, Entry]) -> str | None:
+    dtypes: Counter[tuple[str, str]] = Counter()
+    for entry in a.entries:
+        if (other := entries_b.get(entry.name)) is None or not entry.name.startswith(MODULE) or f".{FORWARD}." not in entry.name:
+            continue
+        leaves_b = dict(leaves(other))
+        for path, stats in leaves(entry):
+            if path.startswith(Part.OUTPUT) and path in leaves_b and is_float(stats) and is_float(leaves_b[path]):
+                dtypes[stats.dtype, leaves_b[path].dtype] += 1
+    return drift_of(dtypes)
 
 
 def _sample_errors(a: StageDump, b: StageDump) -> dict[str, float]:

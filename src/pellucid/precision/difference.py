@@ -40,7 +40,7 @@ class Difference:
         return _parts(self.a, self.b)[1]
 
 
-def difference(path: str, a: TensorStats, b: TensorStats, floor: float = 0.0) -> Difference:
+def difference(path: str, a: TensorStats, b: TensorStats, floor: float = 0.0, *, rounded: bool = False) -> Difference:
     """Return the relative error between two tensors.
 
     Equal checksums of equal dtypes make it `SAME`. Else it is the largest of
@@ -50,17 +50,19 @@ def difference(path: str, a: TensorStats, b: TensorStats, floor: float = 0.0) ->
     with s = max(‖a‖, ‖b‖, floor) and m = max(|max|, |min|, floor / √n) of both. The first is the sensitive one: elements that are off by a
     share r each, in no common direction, move Σx by about r·‖x‖ (bf16: 2e-3; another order of float32 additions: 1e-7 to 1e-6);
     a common direction can make it larger than r, and larger than 1. Other shapes, other numbers of NaN or Inf, and integers that
-    are not equal make it inf. Floats of two dtypes are compared by value.
+    are not equal make it inf. Floats of two dtypes are compared by value. Where one side computes in another precision, rounding has
+    such a common direction, and s·√n takes the place of s in the first: ‖a − b‖ / s is then at least what comes out.
 
     Args:
         path: of the leaf.
         a: of one capture.
         b: of the other.
         floor: least scale, where the tensor is what remains of a larger sum.
+        rounded: one of the captures computes in another precision.
     """
     if a.checksum is not None and a.checksum == b.checksum and a.dtype == b.dtype and a.shape == b.shape:
         return Difference(SAME, path, a, b)
-    return Difference(_parts(a, b, floor)[0], path, a, b)
+    return Difference(_parts(a, b, floor, rounded)[0], path, a, b)
 
 
 def is_float(stats: TensorStats) -> bool:
@@ -75,7 +77,7 @@ def num_bad(stats: TensorStats) -> int:
     return int(is_float(stats) and math.prod(stats.shape) > 0 and not math.isfinite(stats.norm))
 
 
-def _parts(a: TensorStats, b: TensorStats, floor: float = 0.0) -> tuple[float, str]:
+def _parts(a: TensorStats, b: TensorStats, floor: float = 0.0, rounded: bool = False) -> tuple[float, str]:
     """Return the error and what made it."""
     if a.shape != b.shape:
         return math.inf, f"shape {list(a.shape)} against {list(b.shape)}"
@@ -87,7 +89,7 @@ def _parts(a: TensorStats, b: TensorStats, floor: float = 0.0) -> tuple[float, s
         return _integer_parts(a, b)
     if (reason := _bad_counts(a, b)) is not None:
         return math.inf, reason
-    return max(_float_parts(a, b, floor), key=lambda part: part[0])
+    return max(_float_parts(a, b, floor, rounded), key=lambda part: part[0])
 
 
 def _integer_parts(a: TensorStats, b: TensorStats) -> tuple[float, str]:
@@ -108,15 +110,16 @@ def _bad_counts(a: TensorStats, b: TensorStats) -> str | None:
     return None
 
 
-def _float_parts(a: TensorStats, b: TensorStats, floor: float) -> list[tuple[float, str]]:
+def _float_parts(a: TensorStats, b: TensorStats, floor: float, rounded: bool) -> list[tuple[float, str]]:
     """Return (error, words) of each statistic; those that are NaN or Inf on both sides say nothing."""
     size = math.prod(a.shape)
     norm = max(a.norm, b.norm, floor)
     largest = max(*(abs(value) for value in (a.max, a.min, b.max, b.min)), floor / math.sqrt(size))
     kept_in_float32 = a.num_nan is None or b.num_nan is None  # msprobe's
     slack = _FLOAT32_MEAN * size * max(abs(a.mean), abs(b.mean)) if kept_in_float32 else 0.0
+    shrink = math.sqrt(size) if rounded else 1.0
     parts = [
-        (max(0.0, abs(a.mean - b.mean) * size - slack), norm, f"sum {a.mean * size:.6g} against {b.mean * size:.6g}"),
+        (max(0.0, abs(a.mean - b.mean) * size - slack), norm * shrink, f"sum {a.mean * size:.6g} against {b.mean * size:.6g}"),
         (abs(a.norm - b.norm), norm, f"norm {a.norm:.6g} against {b.norm:.6g}"),
         (abs(a.max - b.max), largest, f"max {a.max:.6g} against {b.max:.6g}"),
         (abs(a.min - b.min), largest, f"min {a.min:.6g} against {b.min:.6g}"),
@@ -129,14 +132,21 @@ def _short(dtype: str) -> str:
 
 
 def sum_errors(
-    sum_a: np.ndarray, square_a: np.ndarray, bad_a: np.ndarray, sum_b: np.ndarray, square_b: np.ndarray, bad_b: np.ndarray, floor: np.ndarray
+    sum_a: np.ndarray,
+    square_a: np.ndarray,
+    bad_a: np.ndarray,
+    sum_b: np.ndarray,
+    square_b: np.ndarray,
+    bad_b: np.ndarray,
+    floor: np.ndarray,
+    shrink: np.ndarray | float = 1.0,
 ) -> np.ndarray:
-    """Return the relative errors of sums over samples, of one shape: max(|ΔΣx|, |Δ‖x‖|) / max(‖a‖, ‖b‖, floor); inf where the
-    numbers of NaN and Inf differ, 0 where there are some on both sides.
+    """Return the relative errors of sums over samples, of one shape: max(|ΔΣx| / shrink, |Δ‖x‖|) / max(‖a‖, ‖b‖, floor); inf where
+    the numbers of NaN and Inf differ, 0 where there are some on both sides. See `difference` on `shrink`, 1 or √n.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         norm_a, norm_b = np.sqrt(square_a), np.sqrt(square_b)
-        distance = np.maximum(np.abs(sum_a - sum_b), np.abs(norm_a - norm_b))
+        distance = np.maximum(np.abs(sum_a - sum_b) / shrink, np.abs(norm_a - norm_b))
         errors = distance / np.maximum(np.maximum(norm_a, norm_b), floor)
     errors = np.where((distance == 0) | np.isnan(errors), 0.0, errors)
     return np.where(bad_a != bad_b, np.inf, np.where((bad_a > 0) & (bad_b > 0), 0.0, errors))
