@@ -1,5 +1,7 @@
 """The native capture: every module's call is there once, with the numbers that a look at the tensors themselves gives."""
 
+import os
+import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +268,22 @@ def test_a_rollout_has_a_pass_for_each_token(tmp_path: Path) -> None:
     rows = [("a sample 0", 3), ("a sample 1", 3), ("b sample 0", 2), ("b sample 1", 2)]
     assert decoded == {(sample, first + token) for sample, first in rows for token in range(3)}
     assert stats(dump, "Module.model.layers.0.mlp.down_proj.Linear.forward.3", "output.0").shape[1] == 4
+
+
+def test_a_full_disk_leaves_the_capture_out_and_the_update_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(mount)]
+    if os.getuid() != 0 or subprocess.run(command, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        bench = Bench(mount)
+        bench.update()
+        assert len(bench.said) == 1 and "are left on the disk" in bench.said[0] and bench.engine.version == 1
+        assert not (mount / "profile").exists()
+        monkeypatch.setattr("pellucid.profiler.process.MIN_FREE_BYTES", 0)  # as where it fills up while the capture is written
+        bench.update(2)
+        assert len(bench.said) == 2 and "No space left on device" in bench.said[1] and bench.engine.version == 2
+        assert not list((mount / "profile").rglob("dump.json")), "half a file under its final name"
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
