@@ -26,7 +26,7 @@ from pellucid.controller.make_roles import (
     torch_dtype,
 )
 from pellucid.errors import UserError
-from pellucid.profiler.probe import TokenSpans
+from pellucid.profiler.probe import PREFILL, TokenSpans
 from pellucid.roles.actor import Actor
 from pellucid.roles.base import Role
 from pellucid.roles.critic import Critic
@@ -198,7 +198,7 @@ class _Hearing:
     def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
         """See `Probe.forward_pass`."""
         if self._session is not None:
-            self._session.begin_pass(spans, "prefill")
+            self._session.begin_pass(spans, PREFILL)
         yield
 
     def results(self, **tensors: torch.Tensor | None) -> None:

@@ -30,6 +30,8 @@ class TokenSpan:
     """Of the first within its sequence, prompt and response together."""
 
 
+PREFILL = "prefill"
+"""What a pass over prompts alone is called."""
 TokenSpans = Callable[[], list[TokenSpan]]
 """The spans of a pass in order of `start`, made only where somebody asks for them."""
 

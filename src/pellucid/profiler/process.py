@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pellucid.errors import UserError
 from pellucid.profiler.manifest import Journal, ProfileFailure, ProfileFile, plain_files, shown_path
-from pellucid.profiler.probe import TokenSpans
+from pellucid.profiler.probe import PREFILL, TokenSpans
 from pellucid.profiler.request import ProcessRequest, RoleRequest
 from pellucid.profiler.spans import SpanRecorder
 from pellucid.profiler.tools import Capture, TensorTool, Tool, tool_class
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 Result = TypeVar("Result")
-PREFILL = "prefill"
-"""What a pass over prompts alone is called."""
 WRITE = "write_profile"
 """Span of what profiling itself takes: to start tools, and to write files."""
 MIN_FREE_BYTES, PLAIN_RATIO = 256 * 1024**2, 16

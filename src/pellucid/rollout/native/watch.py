@@ -17,7 +17,7 @@ import torch
 from pellucid.precision.finding import Finding
 from pellucid.precision.locate import Locator
 from pellucid.precision.sentinel import Flag, Flags
-from pellucid.profiler.probe import TokenSpans
+from pellucid.profiler.probe import PREFILL, TokenSpans
 from pellucid.rollout.protocol import Progress
 from pellucid.stages import Unit
 from pellucid.training.protocol import NonFiniteError
@@ -131,7 +131,7 @@ class _Passes:
     @contextmanager
     def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
         """A prefill begins."""
-        self._begin("prefill", spans)
+        self._begin(PREFILL, spans)
         yield
 
     def results(self, **tensors: torch.Tensor | None) -> None:
