@@ -14,6 +14,7 @@ from pellucid.config.schema.profiler import GlobalToolConfig, PrecisionDebuggerC
 from pellucid.precision.dump import StageDump, TensorStats, leaves
 from pellucid.precision.dump_files import find_dumps, read_dump
 from pellucid.precision.naming import entry_prefix, named_modules
+from pellucid.profiler.manifest import read_journals
 from pellucid.profiler.process import ProcessProfiler, ProfilerError
 from pellucid.profiler.request import ProcessRequest, RoleRequest
 from pellucid.profiler.spans import SpanRecorder
@@ -249,6 +250,31 @@ def test_an_error_of_the_capture_ends_the_run_only_under_strict(
         assert bench.engine.version == 1
     dump = bench.dump()
     assert dump.entries and not dump.about.complete
+    files, failures = read_journals(tmp_path / ".journals")
+    assert {Path(file.path).name for file in files} >= {"dump.json", "capture.json"} and len(failures) == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_hook_that_cannot_be_placed_leaves_none(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, level="mix")
+    handle = bench.model.model.layers[1].mlp.down_proj.register_backward_hook(lambda *_: None)  # the old kind
+    bench.update()
+    assert len(bench.said) == 1 and "failed to start" in bench.said[0] and bench.engine.version == 1
+    handle.remove()
+    for module in bench.model.modules():
+        assert not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_a_weight_as_long_as_a_pass_has_no_samples(tmp_path: Path) -> None:
+    """The hidden size is that of the token axis, and still no token is a row of a weight."""
+    bench = Bench(tmp_path)
+    sequences = [TokenSequence(list(range(2, 22)), list(range(2, 15)), 0, "a sample 0", "a")]
+    assert len(sequences[0].prompt_ids) + len(sequences[0].response_ids) - 1 == bench.model.config.hidden_size
+    bench.stage(Stage.ACTOR_UPDATE, lambda: bench.engine.train_mini_batch(sequences, LogProbHead(1.0), loss))
+    samples = bench.dump().samples
+    assert samples is not None and any(name.endswith("|output.0") for name in samples.names)
+    assert not [name for name in samples.names if ".optimizer." in name or "parameters" in name]
 
 
 def test_a_rollout_has_a_pass_for_each_token(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ MISTAKES = [
     ([f"{SECTION}.backend=msprobe"], f"{SECTION}.config_path", "must be set with backend: msprobe"),
     ([f"{SECTION}.backend=msprobe", f"{SECTION}.stages=[rollout_generate]"], "", "backend native alone"),
     ([f"{SECTION}.backend=msprobe", f"{SECTION}.gather=true"], "", "what each rank holds"),
+    ([f"{SECTION}.gather=true"], "", "in one process"),
     ([f"{SECTION}.config_path=no/such.json"], f"{SECTION}.config_path", "No such file"),
     ([f"{SECTION}.config_path=recipe.yaml"], f"{SECTION}.config_path", "does not end in .json"),
     (["global_profiler.controller=true"], "global_profiler.controller", "no model runs there"),

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "algo": set(),
     "config": {"errors", "stages"},
     "profiler": {"errors", "plugins", "rundir", "stages", "config.schema", "precision"},
-    "precision": {"errors", "stages", "types", "rundir", "config.schema", "profiler.probe", "profiler.manifest"},
+    "precision": {"errors", "stages", "types", "rundir", "config.schema", "profiler.probe", "profiler.tools", "profiler.manifest"},
     "tasks": {"errors", "types"},
     "data": {"errors", "types", "plugins", "tasks", "config.schema"},
     "reward": {"errors", "types", "plugins", "tasks"},

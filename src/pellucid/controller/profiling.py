@@ -145,13 +145,15 @@ def check_tools(config: RunConfig) -> tuple[RunConfig, list[ProfileFailure]]:
         The config, profiling switched off for roles whose tool does not work, and why, for `record_failures`.
 
     Raises:
-        UserError: one does not work, and `global_profiler.strict` is set.
+        UserError: one does not work, and `global_profiler.strict` is set or it is the precision debugger, whose captures are what
+            a run that asks for them is for.
     """
     profiler, failures = config.global_profiler, list[ProfileFailure]()
     if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
         return config, failures
     unusable = unusable_tools(config)
-    if unusable and is_strict(config, {config.profilers[name].tool for name in unusable}):
+    tools = {config.profilers[name].tool for name in unusable}
+    if unusable and (PRECISION_DEBUGGER in tools or is_strict(config, tools)):
         raise next(iter(unusable.values()))
     for why in dict.fromkeys(map(str, unusable.values())):
         roles = [name for name, error in unusable.items() if str(error) == why]

@@ -11,13 +11,14 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -27,6 +28,7 @@ from pellucid.precision.naming import entry_prefix, named_modules
 from pellucid.precision.operators import OperatorRecorder
 from pellucid.precision.recorder import Leaf, Recorder, call_stack
 from pellucid.profiler.probe import TokenSpans
+from pellucid.profiler.tools.base import KeptInPartError
 
 HEAD = "Module.scores.TokenScores"
 """Entries of what the output head, which is no module, makes of the final hidden states."""
@@ -69,8 +71,9 @@ class NativeSession:
     ) -> None:
         self._models, self._folder, self._about, self._gather = tuple(models), folder, about, gather
         first = next((parameter for model in self._models for parameter in model.parameters()), None)
-        self._is_flat = any(isinstance(module, FullyShardedDataParallel) for model in models for module in model.modules())
-        """Whether FSDP, the first, holds the parameters: as slices of one flat shard."""
+        units = (module for model in models for module in model.modules() if isinstance(module, FullyShardedDataParallel))
+        self._unit = next(units, None)
+        """One of the first FSDP's, which holds parameters as slices of a flat shard."""
         self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
         self._with_modules = modules
         self._operators = OperatorRecorder(self._recorder, self._inside, self._guarded) if operators else None
@@ -90,13 +93,20 @@ class NativeSession:
         """Of the mini-batch in hand."""
         self._thread = 0
         self._error: Exception | None = None
-        self._warnings = warnings.catch_warnings()
+        self._undo = ExitStack()
 
     def begin(self) -> None:
-        """Place the hooks."""
+        """Place the hooks; where one cannot be placed, none stays."""
+        try:
+            self._begin()
+        except BaseException:
+            self._unhook()
+            raise
+
+    def _begin(self) -> None:
         self._thread = threading.get_ident()
         self._about.started_at = time.time()
-        self._warnings.__enter__()
+        self._undo.enter_context(warnings.catch_warnings())
         # A module whose inputs need no gradient, such as an embedding, is told of its outputs' alone, which is as it should be.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         # The decoder's output object; its hidden states are those of the norm before it.
@@ -109,12 +119,12 @@ class NativeSession:
                 self._watch(prefix, module)
         self._handles.append(register_optimizer_step_pre_hook(self._guarded(self._before_step)))
         if self._operators is not None:
-            self._operators.__enter__()
+            self._undo.enter_context(self._operators)
 
     def begin_pass(self, spans: TokenSpans, unit: str) -> None:
         """A pass through the model begins. Of rollouts only now are the weights in place that are sampled from."""
         self._running.clear()  # of a pass that ended in an exception
-        self._recorder.begin_pass(unit, spans())
+        self._guarded(lambda: self._recorder.begin_pass(unit, spans()))()
         if not self._parameters:
             self._guarded(self._measure_parameters)()
 
@@ -163,7 +173,7 @@ class NativeSession:
         """Take the hooks away, copy the numbers and write the files.
 
         Raises:
-            Exception: what went wrong in a hook, once all that was captured before it is written.
+            KeptInPartError: something went wrong in a hook; what was captured before it is written.
             OSError: the files cannot be written.
         """
         cause = self._error or sys.exception()
@@ -173,12 +183,14 @@ class NativeSession:
         about = self._about
         about.duration_s = round(time.time() - about.started_at, 6)
         about.passes = self._recorder.passes
+        if about.mini_batches and self._first_pass < len(about.passes):  # the one that was cut short
+            about.mini_batches.append(self._first_pass)
         if cause is not None:
             about.complete, about.error = False, f"{type(cause).__name__}: {cause}"
         entries, samples = self._recorder.dump()
         written = write_dump(self._folder, StageDump(about, entries, samples))
         if self._error is not None:
-            raise self._error
+            raise KeptInPartError(self._error, written) from self._error
         return written
 
     # --- modules -----------------------------------------------------------------------------------------------------
@@ -192,7 +204,7 @@ class NativeSession:
         if _reads_once(module):
             self._handles.append(module.register_full_backward_hook(self._guarded(partial(self._backward, prefix))))
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and not isinstance(parameter, DTensor) and not self._is_flat:
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and self._unit is None:
                 hook = self._guarded(partial(self._parameter_gradient, prefix, name))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -234,7 +246,7 @@ class NativeSession:
         entry_name = f"{prefix}.parameters_grad.{max(len(self._recorder.passes) - 1, 0)}"
         if entry_name not in self._gradients:
             self._gradients[entry_name] = self._recorder.add(Entry(entry_name, None, {}))
-        self._gradients[entry_name].groups[name] = [self._recorder.leaf(parameter.grad)]
+        self._gradients[entry_name].groups[name] = [self._recorder.leaf(parameter.grad, of_tokens=False)]
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
@@ -246,13 +258,20 @@ class NativeSession:
     def _part(self, tensor: torch.Tensor) -> Leaf:
         """Measure a parameter, a gradient, or this rank's part of one."""
         if not isinstance(tensor, DTensor):
-            shard = (self._about.rank, self._about.num_ranks) if self._is_flat else None
-            return self._recorder.leaf(tensor, shard)
+            return self._recorder.leaf(tensor, self._flat_shard, of_tokens=False)
         if self._gather:
-            return self._recorder.leaf(tensor.full_tensor())
+            return self._recorder.leaf(tensor.full_tensor(), of_tokens=False)
         mesh, cut = tensor.device_mesh, [at for at, how in enumerate(tensor.placements) if isinstance(how, Shard)]
         shard = (mesh.get_local_rank(cut[0]), mesh.size(cut[0])) if cut else None
-        return self._recorder.leaf(tensor.to_local(), shard)
+        return self._recorder.leaf(tensor.to_local(), shard, of_tokens=False)
+
+    @property
+    def _flat_shard(self) -> tuple[int, int] | None:
+        """Which part of a parameter this rank has under the first FSDP; None: the whole."""
+        if self._unit is None or self._unit.sharding_strategy is ShardingStrategy.NO_SHARD:
+            return None
+        group = self._unit.process_group
+        return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
 
     # --- around ------------------------------------------------------------------------------------------------------
 
@@ -280,12 +299,10 @@ class NativeSession:
         return self._error is error and error is not None
 
     def _unhook(self) -> None:
-        if self._operators is not None:
-            self._operators.__exit__(None, None, None)
+        self._undo.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._warnings.__exit__(None, None, None)
 
     def _next_call(self, prefix: str) -> int:
         self._num_calls[prefix] += 1

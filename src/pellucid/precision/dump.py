@@ -83,9 +83,9 @@ class About:
     num_ranks: int = 1
     device: str = ""
     dtype: str = ""
-    """In which the model computes."""
+    """Of the model's weights."""
     model: str = ""
-    """Its path."""
+    """Its class."""
     started_at: float = 0.0
     """Seconds since 1970."""
     duration_s: float = 0.0

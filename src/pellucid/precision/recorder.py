@@ -72,26 +72,33 @@ class Recorder:
             return values
         return f"<{type(values).__name__}>"
 
-    def leaf(self, tensor: torch.Tensor, shard: tuple[int, int] | None = None) -> Leaf:
-        """Measure a tensor, unless that has been done: what one module computes another reads."""
+    def leaf(self, tensor: torch.Tensor, shard: tuple[int, int] | None = None, *, of_tokens: bool = True) -> Leaf:
+        """Measure a tensor, unless that has been done: what one module computes another reads.
+
+        Args:
+            tensor: any; of a sharded one this rank's part is measured.
+            shard: which part it is, of how many.
+            of_tokens: whether it may have a token axis; parameters and their gradients have none, whatever their shape.
+        """
+        of_tokens = of_tokens and not isinstance(tensor, torch.nn.Parameter)
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if tensor.is_inference():  # such tensors do not count their versions: a change in place would go unseen
-            return self._measure(tensor, shard)
+            return self._measure(tensor, shard, of_tokens)
         storage = tensor.untyped_storage()
         # As long as the weak reference is kept, no other storage can get this address.
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         known = self._seen.get(key)
         if known is not None and not known[0].expired():
             return known[1]
-        leaf = self._measure(tensor, shard)
+        leaf = self._measure(tensor, shard, of_tokens)
         self._seen[key] = (StorageWeakRef(storage), leaf)
         return leaf
 
-    def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None) -> Leaf:
+    def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> Leaf:
         if self._num_tokens is None:
             self._learn_num_tokens(tensor)
-        spans = self._spans if self._has_token_axis(tensor) else None
+        spans = self._spans if of_tokens and self._has_token_axis(tensor) else None
         row = self._measurer.measure(tensor.detach(), spans)
         return Leaf(row, tensor.dtype, tuple(tensor.shape), tensor.requires_grad, spans is not None, shard)
 

@@ -22,7 +22,7 @@ from pellucid.profiler.manifest import Journal, ProfileFailure, ProfileFile, pla
 from pellucid.profiler.probe import PREFILL, TokenSpans
 from pellucid.profiler.request import ProcessRequest, RoleRequest
 from pellucid.profiler.spans import SpanRecorder
-from pellucid.profiler.tools import Capture, TensorTool, Tool, tool_class
+from pellucid.profiler.tools import Capture, KeptInPartError, TensorTool, Tool, tool_class
 from pellucid.profiler.window import Phase, Window
 from pellucid.stages import ROLE_OF, UNITS_OF, Stage, Unit
 
@@ -289,17 +289,33 @@ class ProcessProfiler:
         if opened is None or self.request is None:
             return []
         capture, ended_at = opened.capture, time.time()
+
+        def stop() -> dict[Path, int | None]:
+            try:
+                return _sizes(opened.tool.stop())
+            except KeptInPartError as error:
+                self._write_down_files(opened, _sizes(error.files), ended_at, units)
+                raise
+
         self._on_write()
         self.writing = True
         try:
             with self.spans.detail(WRITE, step=capture.step):
-                sizes = self._attempt("stop", capture, opened.role, lambda: _sizes(opened.tool.stop()))
+                sizes = self._attempt("stop", capture, opened.role, stop)
         finally:
             self.writing = False
         if sizes is None or not opened.collecting:
             return []
         if not sizes:
             self._fail(capture, opened.role, f"{opened.role.tool} wrote no file")
+        return self._write_down_files(opened, sizes, ended_at, units)
+
+    def _write_down_files(
+        self, opened: _Open, sizes: dict[Path, int | None], ended_at: float, units: dict[str, str | int] | None
+    ) -> list[ProfileFile]:
+        """Write down the files of a capture that has ended, and return their entries."""
+        assert self.request is not None
+        capture = opened.capture
         entries = [
             ProfileFile(
                 path=shown_path(path, self.request.journal.parent),

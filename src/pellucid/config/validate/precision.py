@@ -46,6 +46,8 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
                 "must be set with backend: msprobe, which reads its settings from a JSON file.",
                 f'Name one, e.g. with {{"task": "statistics", "level": "L0"}}; or set {SECTION}.backend: native.',
             )
+    if settings.gather and settings.backend == "native":
+        yield from _gather_mistakes(config)
     if settings.config_path is not None:
         try:
             content = msprobe_json.read_json(settings.config_path)
@@ -53,6 +55,26 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             yield error
         else:
             yield from msprobe_json.mistakes(settings.config_path, content, settings)
+
+
+def _gather_mistakes(config: RunConfig) -> Iterator[UserError]:
+    """Yield why whole parameters cannot be gathered: all ranks must take part, and there must be shards to gather."""
+    field, trainer = f"{SECTION}.gather", config.trainer
+    num_ranks = trainer.n_gpus_per_node * trainer.nnodes
+    if trainer.placement == "local" or num_ranks == 1:
+        yield UserError(field, "true has no effect in one process, which holds whole parameters.", "Set it to false.")
+        return
+    if config.actor_rollout_ref.actor.strategy != "fsdp2":
+        yield UserError(
+            field, "fsdp keeps parameters as slices of one flat shard, which cannot be gathered one by one.", "Set strategy: fsdp2."
+        )
+    for role in _users(config):
+        if not (role.block.all_ranks or set(role.block.ranks) >= set(range(num_ranks))):
+            yield UserError(
+                field,
+                f"gathers from all {num_ranks} ranks, and {role.key} captures {role.block.ranks} alone: the others would be waited for.",
+                f"Set {role.key}.all_ranks: true.",
+            )
 
 
 def unusual(config: RunConfig) -> Iterator[str]:

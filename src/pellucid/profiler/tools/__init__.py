@@ -3,7 +3,7 @@
 import importlib
 import os
 
-from pellucid.profiler.tools.base import Capture, TensorTool, Tool, ToolSettings
+from pellucid.profiler.tools.base import Capture, KeptInPartError, TensorTool, Tool, ToolSettings
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print a line at every start and stop
 TOOLS: dict[str, str] = {
@@ -29,4 +29,4 @@ def tool_class(name: str) -> type[Tool]:
     return vars(importlib.import_module(module))[attribute]
 
 
-__all__ = ["TOOLS", "Capture", "TensorTool", "Tool", "ToolSettings", "tool_class"]
+__all__ = ["TOOLS", "Capture", "KeptInPartError", "TensorTool", "Tool", "ToolSettings", "tool_class"]

@@ -63,6 +63,14 @@ class Capture:
         return f"{self.role}_{what}_step{self.step}{again}_rank{self.rank}-of-{self.num_ranks}_pid{self.pid}"
 
 
+class KeptInPartError(RuntimeError):
+    """A capture failed, and what it had until then is in `files`; the cause is its own."""
+
+    def __init__(self, cause: Exception, files: list[Path]) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.files = files
+
+
 class Tool(Protocol):
     """A profiling tool in one process. One capture at a time; whatever it raises is caught, said and recorded."""
 
@@ -93,6 +101,9 @@ class Tool(Protocol):
         """End the capture, write its files and return them (a folder stands for all files in it).
 
         Files that another process writes only later, as nsys does, are returned by their future names.
+
+        Raises:
+            KeptInPartError: there are files of a part alone.
         """
         ...
 

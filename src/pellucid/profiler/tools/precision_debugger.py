@@ -19,7 +19,7 @@ from pellucid.precision.msprobe import check as check_msprobe
 from pellucid.precision.naming import class_name
 from pellucid.precision.statistics import Measurer
 from pellucid.profiler.probe import TokenSpans
-from pellucid.profiler.tools.base import Capture, ToolSettings
+from pellucid.profiler.tools.base import Capture, KeptInPartError, ToolSettings
 
 
 class PrecisionDebuggerTool:
@@ -109,7 +109,7 @@ class PrecisionDebuggerTool:
 
     def stop(self) -> list[Path]:
         """See `Tool.stop`."""
-        session, self._session, about = self._session, None, self._about
+        session, self._session, about, self._about = self._session, None, self._about, None
         assert session is not None and about is not None
         if isinstance(session, NativeSession):
             return session.end()
@@ -117,4 +117,10 @@ class PrecisionDebuggerTool:
         about.duration_s = round(time.time() - about.started_at, 6)
         if cause is not None:
             about.complete, about.error = False, f"{type(cause).__name__}: {cause}"
-        return [*session.end(), write_about(session.target, about)]
+        try:
+            files = session.end()
+        except (OSError, RuntimeError) as error:
+            about.complete, about.error = False, f"{type(error).__name__}: {error}"
+            written = [path for path in session.target.rglob("*") if path.is_file()]
+            raise KeptInPartError(error, [*written, write_about(session.target, about)]) from error
+        return [*files, write_about(session.target, about)]
