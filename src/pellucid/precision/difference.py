@@ -1,6 +1,6 @@
 """How far two tensors are apart, told from what captures keep of them: statistics, a checksum, and sums over samples.
 
-`match.py` and `compare.py` ask; the measure is `difference`.
+`compare.py` and `by_sample.py` ask; the measure is `difference`.
 """
 
 import math
