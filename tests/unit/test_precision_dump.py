@@ -312,6 +312,18 @@ def test_captures_elsewhere_are_found_through_the_manifest(tmp_path):
     assert [ref.folder for ref in find_dumps(run)] == [elsewhere]
 
 
+def test_a_torn_manifest_hides_no_capture_that_its_folder_names(tmp_path, caplog):
+    (tmp_path / "profile").mkdir()
+    manifest = tmp_path / "profile" / "manifest.json"
+    manifest.write_text('{"version": 1, "files": [')
+    with pytest.raises(UserError, match="is torn"):  # where captures lie elsewhere, it alone knows
+        find_dumps(tmp_path)
+    folder = folder_of(tmp_path / "profile")
+    write_dump(folder, capture())
+    assert [ref.folder for ref in find_dumps(tmp_path)] == [folder]
+    assert str(manifest) in caplog.text and "is torn" in caplog.text
+
+
 @pytest.mark.skipif(importlib.util.find_spec("msprobe") is None, reason="msprobe is not installed")
 def test_msprobes_own_compare_reads_captures(tmp_path):
     ours, other = capture(), capture()

@@ -7,6 +7,7 @@ format, so that its own tools read them; `capture.json` says whose capture it is
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import zipfile
@@ -23,6 +24,8 @@ from pellucid.profiler.manifest import Manifest, manifest_folder
 from pellucid.profiler.probe import TokenSpan
 from pellucid.rundir import atomic_open, atomic_write
 from pellucid.stages import ROLE_OF, Stage
+
+_log = logging.getLogger(__name__)
 
 DUMP, CONSTRUCT, STACK = "dump.json", "construct.json", "stack.json"
 CAPTURE, SAMPLES = "capture.json", "samples.npz"
@@ -323,7 +326,8 @@ def _read_sums(path: Path, entries: list[Entry]) -> SampleSums:
 def find_dumps(path: Path) -> list[DumpRef]:
     """Return the captures of a run, a `save_path`, or one's folder of a step, a stage or a rank, in order of step and stage.
 
-    Of a run whose captures went elsewhere, the manifest says where they are.
+    Of a run whose captures went elsewhere, the manifest says where they are; where it cannot be read, those found by their folders
+    count alone.
 
     Raises:
         UserError: there are none.
@@ -334,7 +338,13 @@ def find_dumps(path: Path) -> list[DumpRef]:
     folders = {
         file.parent.resolve() for root in roots for below in _BELOW for file in root.glob(f"{below}/{DUMP}".lstrip("/"))
     }
-    folders |= {file.parent.resolve() for root in roots for file in _recorded(root)}
+    for root in roots:
+        try:
+            folders |= {file.parent.resolve() for file in _recorded(root)}
+        except UserError as error:
+            if not folders:
+                raise
+            _log.warning("%s %s Captures in other folders are not found.", error.field, error.reason)
     if not folders:
         raise UserError(
             str(path),
