@@ -8,7 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-_WRAPPED = "._fsdp_wrapped_module"
+_WRAPPER = "_fsdp_wrapped_module"
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a module or parameter without what FSDP, the first, puts into it."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 
 def class_name(module: torch.nn.Module) -> str:
@@ -17,16 +22,23 @@ def class_name(module: torch.nn.Module) -> str:
     return kind.__bases__[1].__name__ if isinstance(module, FSDPModule) else kind.__name__
 
 
+def plain_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield path and module of the model, whose path is empty, and of all that is inside it; FSDP's wrappers are left out."""
+    for name, module in model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            yield plain_name(name), module
+
+
 def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield path and module of all that is inside the models, outermost first; FSDP's wrappers are left out.
+    """Yield path and module of all that is inside the models, outermost first.
 
     Paths of a model in several chunks begin with the chunk's number, as msprobe has it.
     """
     for index, model in enumerate(models):
         prefix = f"{index}." if len(models) > 1 else ""
-        for path, module in model.named_modules():
-            if path and not isinstance(module, FullyShardedDataParallel):
-                yield prefix + path.replace(_WRAPPED, ""), module
+        for path, module in plain_modules(model):
+            if path:
+                yield prefix + path, module
 
 
 def entry_prefix(path: str, module: torch.nn.Module) -> str:

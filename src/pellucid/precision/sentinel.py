@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pellucid.precision.naming import class_name, plain_modules
+
 MAX_KEPT = 4096
 """Flags after which they are looked at, so that a long generation does not fill the memory with them."""
 Place = tuple[str, str]
@@ -125,21 +127,7 @@ def places(models: Mapping[str, nn.Module]) -> dict[nn.Module, Place]:
         models: by what is put before their modules' names.
     """
     return {
-        module: (prefix + (plain_name(name) or "the model"), plain_class(module))
+        module: (prefix + (path or "the model"), class_name(module))
         for prefix, model in models.items()
-        for name, module in model.named_modules()
-        if type(module).__name__ != "FullyShardedDataParallel"
+        for path, module in plain_modules(model)
     }
-
-
-def plain_name(name: str) -> str:
-    """Return a module's name without what FSDP puts into it."""
-    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
-
-
-def plain_class(module: nn.Module) -> str:
-    """Return a module's class; FSDP2 makes a class of its own of it, with its name in front."""
-    kind = type(module)
-    if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__mro__[1:]):
-        return kind.__name__.removeprefix("FSDP")
-    return kind.__name__

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
+from pellucid.precision.naming import plain_name
 from pellucid.training.common.lora import state_tensors
 from pellucid.training.common.models import model_tensors, num_parameters, num_trainable_parameters
 
@@ -150,7 +151,7 @@ class Sharding:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's trainable parameters under the names they had before wrapping."""
-        named = {plain_name(name): parameter for name, parameter in self.root.named_parameters()}
+        named = {plain_name(name).removeprefix(ROOT_PREFIX): parameter for name, parameter in self.root.named_parameters()}
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
     def run(self, compute: Callable[[], Any]) -> Any:
@@ -203,11 +204,6 @@ def _tied(model: torch.nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: kept for name, tensor in named if (kept := first.setdefault(id(tensor), name)) != name}
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the model from its name under the wrappers."""
-    return name.replace("_fsdp_wrapped_module.", "").removeprefix(ROOT_PREFIX)
 
 
 def decoder_layers(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
