@@ -25,6 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pellucid.cli.main import app
+from pellucid.errors import UserError
 from pellucid.precision.by_sample import Source, compare_by_sample
 from pellucid.precision.calls import Calls, parse_name
 from pellucid.precision.compare import RTOL, Place, compare_dumps, place_of, summarise
@@ -287,8 +288,20 @@ def test_a_bias_whose_gradient_cancels_is_not_judged_by_its_noise():
 def test_calls_that_one_side_lacks_are_counted():
     a, b = capture(), capture()
     b.entries = [entry for entry in b.entries if "layers.1.norm" not in entry.name]
-    [stage] = compared(a, b).stages
-    assert len(stage.only_a) == 2 and any("2 calls are only in A" in note for note in stage.notes) and stage.divergence is None
+    result = compared(a, b)
+    [stage] = result.stages
+    assert len(stage.only_a) == 2 and stage.divergence is None and not stage.is_same and not result.is_equal
+    assert headline(result).startswith("Not all could be compared: step 1, actor_update, rank 0: 2 calls are only in A, e.g. ")
+    assert comparison_json(result)["bitwise_equal"] is False and "verdict good" not in heatmap_page(result)
+
+
+def test_calls_that_msprobe_does_not_record_are_told_and_the_others_judged():
+    a, b = capture(), capture(native=False)
+    result = compared(a, b)
+    assert any(".optimizer." in name for name in result.stages[0].only_a)
+    assert result.is_equal and any("calls are only in A" in note for note in result.stages[0].notes)
+    b.about.complete = False
+    assert not compared(a, b).is_equal
 
 
 # Trainer against rollout
@@ -540,6 +553,81 @@ def test_trainer_and_rollout_of_a_run_compare(runs):
     assert broken.exit_code == 0, "rank 0 shows all of its tokens first, and it is healthy"
 
 
+def test_all_steps_of_trainer_and_rollout_compare_and_the_earliest_divergence_is_named(tmp_path):
+    """Steps 1 to 4: the engine is healthy in step 1, wrong in 2 and 3, and was not captured in 4."""
+    faults = {1: {}, 2: {"layers.1.mlp": scaled()}, 3: {"layers.0.attn": scaled(2.0)}}
+    for step in (1, 2, 3, 4):
+        save(tmp_path, training_dump(Model(), MICRO_BATCHES, stage="actor_compute_log_prob", step=step))
+        if step in faults:
+            save(tmp_path, rollout_dump(Model(faults=faults[step]), BATCH, step=step), replica=0)
+    done = precision("compare", tmp_path, "--rollout", "--html", tmp_path / "heat.html", "--json", tmp_path / "out.json")
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert done.exit_code == 1 and [stage["step"] for stage in written["stages"]] == [1, 2, 3]
+    assert (written["first_divergence"]["module"], written["first_divergence"]["step"]) == ("model.layers.1.mlp", 2)
+    assert any(note.startswith("step 4: actor_compute_log_prob or actor_update and rollout_generate were not both") for note in written["notes"])
+    data = page_data((tmp_path / "heat.html").read_text())
+    assert [column["label"] for column in data["columns"]] == ["1", "2", "3"] and data["first"]["column"] == 1
+    assert precision("compare", tmp_path, "--rollout", "--step", 1).exit_code == 0
+
+
+def test_what_one_side_lacks_is_not_called_equal(tmp_path):
+    """A run of one step, and the same with a step more; by calls and by samples."""
+    for run, steps in (("short", (1,)), ("long", (1, 2))):
+        for step in steps:
+            for stage in ("actor_compute_log_prob", "actor_update") if run == "long" else ("actor_update",):
+                save(tmp_path / run, capture(step=step, stage=stage))
+    for options in ((), ("--by-sample",)):
+        done = precision("compare", tmp_path / "long", tmp_path / "short", *options)
+        said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
+        assert done.exit_code == 1 and "Not all could be compared: only in A: step 1, 2" in said and "Bitwise equal" not in said
+        one = precision("compare", tmp_path / "long", tmp_path / "short", "--step", 1, "--stage", "actor_update", *options)
+        assert one.exit_code == 0 and "Not all" not in one.output
+
+
+def test_modules_that_one_run_does_not_call_are_missing_and_an_engine_may_lack_them():
+    a, b = (training_dump(Model(), MICRO_BATCHES, stage="actor_compute_log_prob") for _ in range(2))
+    engine = rollout_dump(Model(), BATCH)
+    for dump in (b, engine):
+        dump.entries = [entry for entry in dump.entries if "model.norm" not in entry.name]
+        assert dump.samples is not None
+        dump.samples.names = [name.replace("model.norm", "model.gone") for name in dump.samples.names]
+    one_way = compare_by_sample([Source("a", a)], [Source("b", b)], place_of(a, b))
+    other_way = compare_by_sample([Source("b", b)], [Source("a", a)], place_of(b, a))
+    assert one_way.missing == ["step 1, actor_compute_log_prob: not called in B: model.norm"]
+    assert other_way.missing == ["step 1, actor_compute_log_prob: not called in A: model.norm"]
+    rollout = compare_by_sample([Source("a", a)], [Source("replica 0", engine)], place_of(a, engine))
+    assert not rollout.missing and "step 1, actor_compute_log_prob/rollout_generate: not called in B: model.norm" in rollout.notes
+
+
+def test_captures_that_were_cut_short_alike_are_not_called_equal(tmp_path):
+    for run in ("a", "b"):
+        dump = training_dump(Model(), MICRO_BATCHES, stage="actor_compute_log_prob")
+        dump.about.complete, dump.about.error = False, "out of memory"
+        save(tmp_path / run, dump)
+    for options in ((), ("--by-sample",)):
+        done = precision("compare", tmp_path / "a", tmp_path / "b", *options)
+        said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
+        assert done.exit_code == 1 and "the capture of A was cut short (out of memory) (and 1 more)." in said
+
+
+def test_equal_digests_of_captures_that_were_cut_short_are_marked(tmp_path):
+    for run in ("a", "b"):
+        dump = capture()
+        dump.about.complete = False
+        save(tmp_path / run, dump)
+    digests = precision("digest", tmp_path / "a", tmp_path / "b")
+    assert digests.exit_code == 0 and "bitwise equal: step 1 (cut short)" in digests.output
+
+
+def test_captures_without_a_call_in_common_have_status_2(runs, tmp_path):
+    """Operators alone (L1) against modules alone (L0)."""
+    dump = capture()
+    dump.entries, dump.samples = [Entry("Functional.linear.0.forward", None, {"output": [stats_of(np.ones(2))]})], None
+    done = precision("compare", save(tmp_path, dump), runs / "good", "--step", 1, "--stage", "actor_update", "--rank", 0)
+    assert isinstance(done.exception, UserError) and "no call of A is in B" in done.exception.reason
+    assert "Functional.linear.0.forward" in done.exception.reason
+
+
 def test_one_rank_and_two_compare_over_the_same_tokens(runs, tmp_path):
     """A run on one rank with all micro-batches, and one on two ranks, each with a part of them."""
     for run, model in (("one", Model()), ("two", Model()), ("broken", Model(faults={"layers.0.attn": scaled()}))):
@@ -596,6 +684,8 @@ def test_digests_of_two_runs(runs):
         (("compare", "good", "nowhere"), "nowhere"),
         (("compare", "good", "bad", "--stage", "actor_updat"), "--stage"),
         (("compare", "good", "bad", "--step", "9"), "--step"),
+        (("compare", "good", "--rollout", "--stage", "rollout_generate"), "with itself"),
+        (("compare", "good", "--rollout", "--stage", "actor_updat"), "there is no stage"),
         (("report", "good", "--rank", "7"), "--rank"),
     ],
 )

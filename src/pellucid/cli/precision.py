@@ -79,10 +79,10 @@ def compare(
     One rank against two, or other micro-batches: over the tokens of each sample
     [bold]pellucid precision compare outputs/pellucid/one_rank outputs/pellucid/two_ranks --by-sample[/bold]
 
-    Trainer against rollout engine, sample by sample, too:
-    [bold]pellucid precision compare RUN --rollout --step 1[/bold]
+    Trainer against rollout engine, sample by sample, too, in all steps that have both:
+    [bold]pellucid precision compare RUN --rollout[/bold]
 
-    Status 0: equal within --rtol. 1: not. 2: nothing to compare.
+    Status 0: equal within --rtol. 1: not, or one side lacks what the other has, or was cut short. 2: nothing to compare.
     """
     if rollout == (b is not None):
         raise UserError("B", "compare needs two captures, or one run and --rollout.", "See: pellucid precision compare --help")
@@ -102,7 +102,7 @@ def compare(
 
         _write(html, heatmap_page(result), "--html")
     _write_json(json_file, lambda: comparison_json(result))
-    if result.found is not None:
+    if not result.is_equal:
         raise typer.Exit(1)
 
 
@@ -136,7 +136,7 @@ def digest(a: A, b: Annotated[Path | None, typer.Argument(help="Captures that sh
 
     [bold]pellucid precision digest outputs/pellucid/demo outputs/pellucid/again[/bold]
 
-    Status, with two: 0 bitwise equal in all that was captured, 1 not.
+    Status, with two: 0 bitwise equal in all that was captured, 1 not. Steps with a capture that ended early are marked (cut short).
     """
     from pellucid.precision.digest import digest as digest_of
     from pellucid.precision.digest import render
@@ -145,6 +145,7 @@ def digest(a: A, b: Annotated[Path | None, typer.Argument(help="Captures that sh
     if b is None:
         return console.print(render(steps), markup=False, soft_wrap=True)
     others = {step.step: step for step in digest_of(b)}
+    cut_short = {step.step for step in (*steps, *others.values()) if not step.complete}
     for step in steps:
         other = others.pop(step.step, None)
         if other is None:
@@ -158,7 +159,8 @@ def digest(a: A, b: Annotated[Path | None, typer.Argument(help="Captures that sh
     if others:
         console.print(f"captured in B alone: step {', '.join(map(str, others))}", style="red")
         raise typer.Exit(1)
-    console.print(f"bitwise equal: step {', '.join(str(step.step) for step in steps)}", style="green")
+    equal = ", ".join(f"{step.step} (cut short)" if step.step in cut_short else str(step.step) for step in steps)
+    console.print(f"bitwise equal: step {equal}", style="yellow" if cut_short else "green")
 
 
 @app.command()
@@ -170,10 +172,20 @@ def replay(
 
     [bold]pellucid precision replay outputs/pellucid/demo/failures/step_000007[/bold]
     """
+    from pellucid.controller.failures import is_repeatable, read_failure
     from pellucid.controller.replay import replay as run_again
 
-    done = run_again(folder, device)
-    at = f"{done.failure.stage} of step {done.failure.step}"
+    failure = read_failure(folder)
+    at = f"{failure.stage} of step {failure.step}"
+    if not is_repeatable(failure.quantity):
+        found = failure.finding or f"{failure.quantity} is not finite."
+        console.print(
+            f"{at}: {found}\nthe optimizer step that made it cannot be repeated from what was saved: neither the weights before it "
+            "nor the optimizer's state are there",
+            style="red", markup=False, emoji=False, soft_wrap=True,
+        )  # fmt: skip
+        raise typer.Exit(1)
+    done = run_again(folder, failure, device)
     if not done.own_weights:
         console.print(f"the weights of the failure were not saved in {folder}: these are the model's own", style="yellow", markup=False)
     if done.error is None:
@@ -182,7 +194,8 @@ def replay(
             markup=False,
         )
         return
-    console.print(f"found again in {at}: {done.error}.\ncapture: {done.capture}", style="red", markup=False, emoji=False, soft_wrap=True)
+    capture = "" if done.capture is None else f"\ncapture: {done.capture}"
+    console.print(f"found again in {at}: {done.error}.{capture}", style="red", markup=False, emoji=False, soft_wrap=True)
     raise typer.Exit(1)
 
 
@@ -192,7 +205,7 @@ def _compare(
     from pellucid.precision.compare import RTOL, compare_captures, match
     from pellucid.precision.dump_files import read_dump
 
-    pairs, notes = match(_captures(a, *chosen), _captures(b, *chosen))
+    pairs, missing = match(_captures(a, *chosen), _captures(b, *chosen))
     with _reading(len(pairs)) as advance:
         return compare_captures(
             pairs,
@@ -201,7 +214,7 @@ def _compare(
             rtol=RTOL if rtol is None else rtol,
             limit=limit,
             per_pass=per_pass and len({place.step for place, _, _ in pairs}) == 1,
-            notes=notes,
+            missing=missing,
             on_pair=advance,
         )
 
@@ -215,12 +228,15 @@ def _compare_samples(
     from pellucid.precision.dump_files import read_dump
 
     step, stage, rank = chosen
+    missing: list[str] = []
+    notes: list[str] = []
     if b is None:
         if rank is not None:
             raise UserError("--rank", "with --rollout all ranks are compared: each holds other samples.", "Leave it out.")
-        pairs = [trainer_and_rollout(_captures(a, step, None, None), step, stage)]
+        _check_stage(stage)
+        pairs, notes = trainer_and_rollout(_captures(a, step, None, None), step, stage)
     else:
-        pairs = same_stages(_captures(a, *chosen), _captures(b, *chosen))
+        pairs, missing = same_stages(_captures(a, *chosen), _captures(b, *chosen))
     rtol = RTOL if rtol is None else rtol
     with _reading(sum(len(refs_a) + len(refs_b) for _, refs_a, refs_b in pairs)) as advance:
 
@@ -228,22 +244,27 @@ def _compare_samples(
             return [(advance(ref), read_source(ref, read_dump(ref.folder)))[1] for ref in refs]
 
         stages = [compare_by_sample(sources(refs_a), sources(refs_b), place, rtol=rtol, limit=limit) for place, refs_a, refs_b in pairs]
-    names = (str(a), str(b)) if b is not None else (f"{a}, {pairs[0][0].stage}", f"{a}, {pairs[0][0].stage_b}")
-    return summarise(stages, names=names, rtol=rtol, limit=limit)
+    trainer = " or ".join(dict.fromkeys(place.stage for place, _, _ in pairs))
+    names = (str(a), str(b)) if b is not None else (f"{a}, {trainer}", f"{a}, {Stage.ROLLOUT_GENERATE}")
+    return summarise(stages, names=names, rtol=rtol, limit=limit, missing=missing, notes=notes)
 
 
 def _captures(path: Path, step: int | None, stage: str | None, rank: int | None) -> list[DumpRef]:
     """Return the captures below a path that the options leave."""
     from pellucid.precision.dump_files import find_dumps
 
-    if stage is not None and stage not in list(Stage):
-        raise UserError("--stage", f"there is no stage '{stage}'.", did_you_mean(stage, list(Stage)))
+    _check_stage(stage)
     refs = find_dumps(path)
     for option, wanted, there in (("--step", step, [ref.step for ref in refs]), ("--stage", stage, [ref.stage for ref in refs]),
                                   ("--rank", rank, [ref.rank for ref in refs])):  # fmt: skip
         if wanted is not None and wanted not in there:
             raise UserError(option, f"'{path}' has no capture of {option[2:]} {wanted}.", f"It has: {', '.join(map(str, dict.fromkeys(there)))}.")
     return [ref for ref in refs if step in (None, ref.step) and stage in (None, ref.stage) and rank in (None, ref.rank)]
+
+
+def _check_stage(stage: str | None) -> None:
+    if stage is not None and stage not in list(Stage):
+        raise UserError("--stage", f"there is no stage '{stage}'.", did_you_mean(stage, list(Stage)))
 
 
 @contextlib.contextmanager

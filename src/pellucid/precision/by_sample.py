@@ -20,7 +20,9 @@ from pellucid.precision.compare import (
     Row,
     Samples,
     StageComparison,
+    cut_short,
     drift_of,
+    only_in,
     quantity,
     round_off,
 )
@@ -124,26 +126,42 @@ class _SampleError:
         return f"sum {self.a:.6g} against {self.b:.6g} over the {self.group[1]} of {self.group[0]}"
 
 
-def trainer_and_rollout(
-    refs: Sequence[DumpRef], step: int | None, stage: str | None
-) -> tuple[Place, list[DumpRef], list[DumpRef]]:
-    """Choose what is compared: a step's training stage that runs the tokens of the rollout with the same weights, and the rollout.
+Match = tuple[Place, list[DumpRef], list[DumpRef]]
+"""A stage, and the captures of all ranks of A and of B."""
+
+
+def trainer_and_rollout(refs: Sequence[DumpRef], step: int | None, stage: str | None) -> tuple[list[Match], list[str]]:
+    """Choose what is compared: of each step the training stage that runs the tokens of the rollout with the same weights, and the
+    rollout.
 
     Args:
         refs: of a run.
-        step: which; the first that has both.
+        step: which; None: all that have both.
         stage: the training stage; actor_compute_log_prob where it was captured, else actor_update.
 
+    Returns:
+        The pairs in the order of the steps, and notes on the steps that have not both.
+
     Raises:
-        UserError: a side was not captured.
+        UserError: no step has both, or the stage is the rollout itself.
     """
+    if stage == Stage.ROLLOUT_GENERATE:
+        raise UserError("--stage", f"--rollout compares a training stage with {stage}, not {stage} with itself.", "Name a training stage.")
+    found: list[Match] = []
+    without: list[int] = []
     stages = [stage] if stage else [str(Stage.ACTOR_COMPUTE_LOG_PROB), str(Stage.ACTOR_UPDATE)]
     for number in [step] if step is not None else sorted({ref.step for ref in refs}):
         here = [ref for ref in refs if ref.step == number and ref.call == 0]
         rollout = [ref for ref in here if ref.stage == Stage.ROLLOUT_GENERATE]
-        for name in stages:
-            if rollout and (trainer := [ref for ref in here if ref.stage == name]):
-                return Place(number, number, name, str(Stage.ROLLOUT_GENERATE), 0, None, None, None), trainer, rollout
+        name = next((name for name in stages if any(ref.stage == name for ref in here)), None)
+        if not rollout or name is None:
+            without.append(number)
+            continue
+        place = Place(number, number, name, str(Stage.ROLLOUT_GENERATE), 0, None, None, None)
+        found.append((place, [ref for ref in here if ref.stage == name], rollout))
+    if found:
+        names = " or ".join(stages)
+        return found, [f"step {', '.join(map(str, without))}: {names} and rollout_generate were not both captured"] if without else []
     where = f"step {step}" if step is not None else "any step"
     raise UserError(
         "--rollout",
@@ -152,15 +170,18 @@ def trainer_and_rollout(
     )
 
 
-def same_stages(a: Sequence[DumpRef], b: Sequence[DumpRef]) -> list[tuple[Place, list[DumpRef], list[DumpRef]]]:
+def same_stages(a: Sequence[DumpRef], b: Sequence[DumpRef]) -> tuple[list[Match], list[str]]:
     """Pair the captures of all ranks of one side with all of the other's, stage by stage; where each side is one step, whichever.
+
+    Returns:
+        The pairs in the order in which they ran, and a line for each side on what has no partner.
 
     Raises:
         UserError: no stage is in both.
     """
     steps = [sorted({ref.step for ref in side}) for side in (a, b)]
     alone = len(steps[0]) == len(steps[1]) == 1
-    found: list[tuple[Place, list[DumpRef], list[DumpRef]]] = []
+    found: list[Match] = []
     for step, stage, call in sorted({(ref.step, ref.stage, ref.call) for ref in a}):
         step_b = steps[1][0] if alone else step
         mine = [ref for ref in a if (ref.step, ref.stage, ref.call) == (step, stage, call)]
@@ -169,7 +190,9 @@ def same_stages(a: Sequence[DumpRef], b: Sequence[DumpRef]) -> list[tuple[Place,
             found.append((Place(step, step_b, stage, stage, call, None, None, None), mine, theirs))
     if not found:
         raise UserError("--by-sample", "no stage was captured in the same step of both.", "Give two runs, or a step folder of each.")
-    return sorted(found, key=lambda one: one[0].order)
+    paired = {id(ref) for _, mine, theirs in found for ref in (*mine, *theirs)}
+    missing = [line for side, refs in (("A", a), ("B", b)) for line in only_in(side, [ref for ref in refs if id(ref) not in paired])]
+    return sorted(found, key=lambda one: one[0].order), missing
 
 
 def read_source(ref: DumpRef, dump: StageDump) -> Source:
@@ -212,7 +235,7 @@ class _BySample:
         if not self.groups:
             raise UserError(
                 "--by-sample, --rollout",
-                "the two sides have no sample with the same tokens in common "
+                f"{place.moment}: the two sides have no sample with the same tokens in common "
                 f"({len(self.table_a.groups)} and {len(self.table_b.groups)} parts of samples).",
                 "Capture both stages of the same step, whole, on all ranks.",
             )
@@ -325,8 +348,8 @@ class _BySample:
         result = StageComparison(
             place=self.place,
             num_common=len(self.errors),
-            only_a=[],
-            only_b=[],
+            only_a=[self.calls.entries[index].name for index, _ in self.calls_a[0].values() if index not in self.errors],
+            only_b=self._only_b(),
             max_error=max((finding.error for finding in findings), default=SAME),
             drift=self.drift,
             pass_label=f"{len({group[0] for group in self.groups if group[1] == 'response'})} samples",
@@ -347,8 +370,27 @@ class _BySample:
             for part in Part:
                 if (finding := errors.part(part)) is not None:
                     cell[QUANTITIES.index(quantity(name, part))] = finding.error
+        result.missing = [
+            line
+            for side, sources in (("A", self.a), ("B", self.b))
+            for source in sources
+            for line in cut_short(source.dump, side, f"{self.place.moment}, {source.name}")
+        ]
         result.notes = self._notes()
+        # A trainer and an engine run the model in other ways; two runs of one stage do not.
+        lines = [f"{self.place.moment}: {line}" for line in self._not_called(result)]
+        (result.missing if self.place.stage == self.place.stage_b else result.notes).extend(lines)
         return result
+
+    def _only_b(self) -> list[str]:
+        """Return B's modules that no capture of A called, by their first call."""
+        known = {call for calls in self.calls_a for call in calls}
+        return list(dict.fromkeys(entry.name for calls in self.calls_b for call, (_, entry) in calls.items() if call not in known))
+
+    def _not_called(self, result: StageComparison) -> list[str]:
+        sides = (("B", result.only_a), ("A", result.only_b))
+        labels = [(side, [parse_name(name).label for name in names]) for side, names in sides if names]
+        return [f"not called in {side}: {', '.join(of[:5])}" + (f" and {len(of) - 5} more" if len(of) > 5 else "") for side, of in labels]
 
     def _add_samples(self, result: StageComparison, fault: Candidate) -> None:
         if fault.part is Part.PARAMETERS:
@@ -401,8 +443,6 @@ class _BySample:
             notes.append(f"Not compared, as the other side has not the same tokens of them: {alone[0]} parts of samples of A, {alone[1]} of B.")
         if self.unsure:
             notes.append(f"{self.unsure} parameters were not compared: not all of their shards were captured.")
-        if missing := [self.calls.names[index].label for index, _ in self.calls_a[0].values() if index not in self.errors]:
-            notes.append(f"Not called in B: {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more." if len(missing) > 5 else "."))
         return notes
 
 

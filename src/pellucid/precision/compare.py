@@ -149,12 +149,14 @@ class StageComparison:
     pass_labels: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """What else is known of the divergence."""
+    missing: list[str] = field(default_factory=list)
+    """What one side lacks, or what was cut short: for that the two are not equal, whatever is in both."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_same(self) -> bool:
-        """Whether all that is in both is equal bit for bit."""
-        return self.max_error == SAME
+        """Whether nothing is missing and all is equal bit for bit."""
+        return self.max_error == SAME and not self.missing
 
 
 @dataclass(slots=True)
@@ -182,7 +184,14 @@ class Comparison:
     largest: list[Row]
     """Over all stages and ranks, a row a module and quantity."""
     jumps: list[Row]
+    missing: list[str]
+    """Steps, stages, ranks and calls that one side lacks, and captures that were cut short."""
     notes: list[str]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing diverges and nothing is missing."""
+        return self.found is None and not self.missing
 
     @property
     def max_error(self) -> float:
@@ -195,7 +204,7 @@ def match(a: Sequence[DumpRef], b: Sequence[DumpRef]) -> tuple[list[tuple[Place,
     paired though they differ: two steps of a run, actor against reference.
 
     Returns:
-        The pairs in the order in which they ran, and notes on what has no partner.
+        The pairs in the order in which they ran, and a line for each side on what has no partner.
 
     Raises:
         UserError: nothing pairs.
@@ -223,10 +232,13 @@ def match(a: Sequence[DumpRef], b: Sequence[DumpRef]) -> tuple[list[tuple[Place,
         )
     paired_b = {id(y) for _, _, y in pairs}
     keys_b = set(by_key)
-    notes = [f"only in A: {_contents([ref for ref in a if key(ref) not in keys_b])}"] if len(pairs) < len(a) else []
-    if alone := [ref for ref in b if id(ref) not in paired_b]:
-        notes.append(f"only in B: {_contents(alone)}")
-    return sorted(pairs, key=lambda pair: (*pair[0].order, pair[0].replica or 0, pair[0].rank or 0)), notes
+    missing = only_in("A", [ref for ref in a if key(ref) not in keys_b]) + only_in("B", [ref for ref in b if id(ref) not in paired_b])
+    return sorted(pairs, key=lambda pair: (*pair[0].order, pair[0].replica or 0, pair[0].rank or 0)), missing
+
+
+def only_in(side: str, refs: Sequence[DumpRef]) -> list[str]:
+    """Return a line on the captures of a side that have no partner; none where all have one."""
+    return [f"only in {side}: {_contents(refs)}"] if refs else []
 
 
 def _contents(refs: Sequence[DumpRef]) -> str:
@@ -247,7 +259,7 @@ def compare_captures(
     rtol: float = RTOL,
     limit: int = 20,
     per_pass: bool = False,
-    notes: Sequence[str] = (),
+    missing: Sequence[str] = (),
     on_pair: Callable[[Place], None] = lambda place: None,
 ) -> Comparison:
     """Compare pairs of captures, one pair in memory at a time.
@@ -259,23 +271,41 @@ def compare_captures(
         rtol: the largest relative error that is none; see `difference`.
         limit: rows of the tables.
         per_pass: keep the cells of the heat map by pass, not only their largest.
-        notes: to be shown with the result.
+        missing: what `match` found no partner for.
         on_pair: hears of each pair before it is read.
+
+    Raises:
+        UserError: no call of A is in B.
     """
     stages: list[StageComparison] = []
     for place, ref_a, ref_b in pairs:
         on_pair(place)
         stages.append(compare_dumps(read(ref_a), read(ref_b), place, rtol=rtol, limit=limit, per_pass=per_pass))
-    return summarise(stages, names=names, rtol=rtol, limit=limit, notes=notes)
+    return summarise(stages, names=names, rtol=rtol, limit=limit, missing=missing)
 
 
 def summarise(
-    stages: list[StageComparison], *, names: tuple[str, str], rtol: float, limit: int, notes: Sequence[str] = ()
+    stages: list[StageComparison],
+    *,
+    names: tuple[str, str],
+    rtol: float,
+    limit: int,
+    missing: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Comparison:
-    """Put the comparisons of stages together: the earliest divergence, and which ranks have it."""
+    """Put the comparisons of stages together: the earliest divergence, which ranks have it, and what could not be compared.
+
+    Raises:
+        UserError: no call of A is in B.
+    """
+    if not any(stage.num_common for stage in stages):
+        one = next((stage for stage in stages if stage.only_a and stage.only_b), None)
+        example = "" if one is None else f" (in {one.place.moment}, A has e.g. {one.only_a[0]}, B {one.only_b[0]})"
+        raise UserError("A, B", f"no call of A is in B{example}.", "Compare captures of the same level, and of the same model.")
     largest = _merge_rows((row for stage in stages for row in stage.largest), lambda row: row.error)[:limit]
     jumps = _merge_rows((row for stage in stages for row in stage.jumps), _ratio)[:limit]
-    return Comparison(*names, rtol, stages, _earliest(stages), largest, jumps, list(notes))
+    missing = [*missing, *(line for stage in stages for line in stage.missing)]
+    return Comparison(*names, rtol, stages, _earliest(stages), largest, jumps, missing, list(notes))
 
 
 def _earliest(stages: list[StageComparison]) -> Found | None:
@@ -416,7 +446,7 @@ class _Pair:
         result.jumps = [self._row(candidate, result) for candidate in jumps[:limit]]
         result.largest = self._largest(result, limit)
         self._fill_cells(result, per_pass)
-        result.notes = self._notes(result)
+        result.missing, result.notes = self._missing(result), self._notes(result)
         return result
 
     def _findings(self) -> Iterator[Measured]:
@@ -497,15 +527,25 @@ class _Pair:
                     at = QUANTITIES.index(quantity(name, part))
                     cell[at] = finding.error if math.isnan(cell[at]) else max(cell[at], finding.error)
 
-    def _notes(self, result: StageComparison) -> list[str]:
-        notes: list[str] = []
-        where = f"{self.place.moment}, {self.place.rank_name}"
-        for side, names in (("A", result.only_a), ("B", result.only_b)):
-            if names:
-                notes.append(f"{where}: {len(names):,} calls are only in {side}, e.g. {names[0]}")
+    @property
+    def _record_alike(self) -> bool:
+        """Whether both sides record the same calls; msprobe does not record all that a native capture has, nor the reverse."""
+        return self.a.about.backend == self.b.about.backend
+
+    def _missing(self, result: StageComparison) -> list[str]:
+        lines = self._only_in(result) if self._record_alike or not result.num_common else []
         for side, dump in (("A", self.a), ("B", self.b)):
-            if not dump.about.complete:
-                notes.append(f"{where}: the capture of {side} is not complete" + (f" ({dump.about.error})" if dump.about.error else ""))
+            lines += cut_short(dump, side, f"{self.place.moment}, {self.place.rank_name}")
+        return lines
+
+    def _only_in(self, result: StageComparison) -> list[str]:
+        where = f"{self.place.moment}, {self.place.rank_name}"
+        sides = (("A", result.only_a), ("B", result.only_b))
+        return [f"{where}: {len(names):,} calls are only in {side}, e.g. {names[0]}" for side, names in sides if names]
+
+    def _notes(self, result: StageComparison) -> list[str]:
+        where = f"{self.place.moment}, {self.place.rank_name}"
+        notes = self._only_in(result) if not self._record_alike and result.num_common else []
         if result.num_other_dtype and not self.drift:
             notes.append(f"{where}: {result.num_other_dtype:,} of {self._num_leaves:,} tensors are of another dtype in B")
         if self._num_other_shards:
@@ -515,6 +555,12 @@ class _Pair:
             whose = " against ".join(_whose(dump.about.passes[other]) for dump in (self.a, self.b))
             notes.append(f"{where}: from {result.pass_labels[other]} on, the passes hold other tokens: {whose}; try --by-sample")
         return notes
+
+
+def cut_short(dump: StageDump, side: str, where: str) -> list[str]:
+    """Return a line on a capture that is not complete; none on one that is."""
+    by = f" ({dump.about.error})" if dump.about.error else ""
+    return [] if dump.about.complete else [f"{where}: the capture of {side} was cut short{by}"]
 
 
 def round_off(pair: tuple[str, str]) -> float:

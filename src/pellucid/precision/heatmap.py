@@ -58,7 +58,7 @@ def heatmap_page(result: Comparison) -> str:
     )
     environment.filters["error"] = error_text
     template = environment.get_template("precision_heatmap.html.j2")
-    notes = result.notes + [note for stage in result.stages for note in stage.notes]
+    notes = result.missing + result.notes + [note for stage in result.stages for note in stage.notes]
     return template.render(
         result=result,
         headline=headline(result),

@@ -41,13 +41,13 @@ def joined(names: Sequence[str], most: int = MAX_NAMES) -> str:
 def comparison_renderables(result: Comparison) -> Iterator[RenderableType]:
     """Yield the parts of a comparison in the order in which they are read."""
     yield Text(f"A: {result.name_a}\nB: {result.name_b}", style="bold")
-    yield _panel(headline(result), list(explanation(result)), good=result.found is None)
+    yield _panel(headline(result), list(explanation(result)), good=result.is_equal)
     if result.found is not None and result.found.divergence.kind is not Kind.INPUTS and result.jumps:
         yield _rows_table("Largest jumps: error against that of what went in", result.jumps, with_base=True)
     if result.largest:
         yield _rows_table("Largest relative errors", result.largest)
     yield _stage_table(result.stages, result.rtol)
-    for note in result.notes + _short_notes(result.stages):
+    for note in _shortened(result.missing) + result.notes + _shortened([note for stage in result.stages for note in stage.notes]):
         yield Text(note, style="dim")
 
 
@@ -55,6 +55,10 @@ def headline(result: Comparison) -> str:
     """Return the answer in one sentence."""
     num = sum(stage.num_common for stage in result.stages)
     if result.found is None:
+        if result.missing:
+            what = "bitwise equal" if result.max_error == SAME else f"equal within {result.rtol:g}"
+            more = f" (and {len(result.missing) - 1} more)" if len(result.missing) > 1 else ""
+            return f"Not all could be compared: {result.missing[0]}{more}. The {num:,} calls that both have are {what}."
         if result.max_error == SAME:
             return f"Bitwise equal: all {num:,} calls that both have."
         return f"Equal within {result.rtol:g}: the largest relative error of {num:,} calls is {error_text(result.max_error)}."
@@ -222,8 +226,7 @@ def _stage_table(stages: Sequence[StageComparison], rtol: float) -> Table:
     return table
 
 
-def _short_notes(stages: Sequence[StageComparison]) -> list[str]:
-    notes = [note for stage in stages for note in stage.notes]
+def _shortened(notes: list[str]) -> list[str]:
     return notes[:8] + ([f"and {len(notes) - 8} more notes like these"] if len(notes) > 8 else [])
 
 
@@ -305,7 +308,7 @@ def comparison_json(result: Comparison) -> dict[str, Any]:
         }  # fmt: skip
     return {
         "a": result.name_a, "b": result.name_b, "rtol": result.rtol, "headline": headline(result),
-        "bitwise_equal": result.max_error == SAME, "max_error": _number(result.max_error), "first_divergence": first,
+        "bitwise_equal": result.max_error == SAME and not result.missing, "max_error": _number(result.max_error), "first_divergence": first,
         "largest": [_row_json(row) for row in result.largest], "jumps": [_row_json(row) for row in result.jumps],
         "stages": [
             _place_json(stage.place) | {
@@ -315,6 +318,7 @@ def comparison_json(result: Comparison) -> dict[str, Any]:
             }
             for stage in result.stages
         ],
+        "missing": result.missing,
         "notes": [*result.notes, *(note for stage in result.stages for note in stage.notes)],
     }  # fmt: skip
 
