@@ -4,6 +4,7 @@ What is planted comes with the loss, a plug-in that the run and its replay both 
 """
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def forward(self, ids):
 torch.nn.Embedding.forward = forward
 loss = POLICY_LOSSES["vanilla"].function
 """
+SPOILT_STEP = """
+import torch
+from pellucid.algo.policy_loss import POLICY_LOSSES
+
+plain = torch.optim.AdamW.step
+
+def step(self, *args, **kwargs):
+    done = plain(self, *args, **kwargs)
+    with torch.no_grad():
+        self.param_groups[0]["params"][0].view(-1)[0] = float("nan")
+    return done
+
+torch.optim.AdamW.step = step
+loss = POLICY_LOSSES["vanilla"].function
+"""
 EQUALS = 17
 """The id of `=`, the last token of every prompt."""
 
@@ -69,6 +85,11 @@ def test_a_nan_in_an_update_is_named_saved_and_found_again(work: Workspace) -> N
     assert tokens["positions"] == [prompt.index(EQUALS)] and f"sample '{tokens['sample']}', prompt token" in done.text
     assert {path.name for path in (folder / "weights").iterdir()} == {"model.safetensors"}
 
+    (folder / "replay").write_text("in the way of the capture")
+    without = work.run("precision", "replay", "run/failures/step_000001", status=1)
+    assert finding["sentence"] in without.text and "no whole capture of it" in without.text and "Traceback" not in without.output
+    assert "capture: " not in without.text
+    (folder / "replay").unlink()
     again = work.run("precision", "replay", "run/failures/step_000001", status=1)
     assert finding["sentence"] in again.text and "Traceback" not in again.output
     capture = folder / "replay" / "step_1" / "actor_update" / "step0" / "rank0"
@@ -96,6 +117,48 @@ def test_stages_that_only_run_forward_stop_there(work: Workspace, stage: str, wh
     assert finding["tokens"][0]["token_ids"] == [EQUALS]
     again = work.run("precision", "replay", str(folder), status=1)
     assert finding["sentence"] in again.text
+
+
+def test_weights_that_the_optimizer_spoils_are_not_said_to_be_repeatable(work: Workspace) -> None:
+    work.write("plant.py", SPOILT_STEP)
+    done = work.train(*ON, status=1)
+    folder, finding = only_failure(work)
+    assert finding["direction"] == "optimizer" and finding["sentence"] in done.text
+    assert "The batch is in run/failures/step_000001. No checkpoint" in done.text and "precision replay" not in done.text
+    again = work.run("precision", "replay", str(folder), status=1)
+    assert finding["sentence"] in again.text and "the optimizer step that made it cannot be repeated" in again.text
+    assert "found again" not in again.text and not (folder / "replay").exists()
+
+
+def test_a_failure_that_cannot_be_saved_is_told_all_the_same(work: Workspace) -> None:
+    plant(work, "torch.is_grad_enabled()")
+    work.run_dir.mkdir()
+    (work.run_dir / "failures").write_text("in the way of the folder")
+    done = work.train(*ON, status=1)
+    assert "NaN first in model.embed_tokens" in done.text and "Traceback" not in done.output
+    assert "what actor_update of step 1 worked on could not be saved in run/failures/step_000001" in done.text
+    assert "The batch is in" not in done.text
+    [start] = json.loads((work.run_dir / "run.json").read_text())["starts"]
+    assert start["exit_reason"].startswith("actor/loss is nan")
+
+
+@pytest.mark.parametrize("size", ["8k", "100k"], ids=["without-room", "without-room-for-the-weights"])
+def test_a_full_disk_does_not_hide_the_failure(work: Workspace, size: str) -> None:
+    plant(work, "torch.is_grad_enabled()")
+    disk = work.run_dir / "failures"
+    disk.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], capture_output=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        done = work.train(*ON, status=1)
+        assert "NaN first in model.embed_tokens" in done.text and "Traceback" not in done.output
+        if size == "8k":
+            assert "could not be saved" in done.text and "The batch is in" not in done.text
+        else:
+            assert "the actor's weights could not be saved" in done.text and "The batch is in" in done.text
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_what_a_replay_cannot_read_is_said(work: Workspace) -> None:

@@ -144,6 +144,7 @@ def _train_once(
 @contextlib.contextmanager
 def _recorded_exit(run: Run) -> Iterator[None]:
     """Write why the run ended into run.json, and turn a stop or NaN into an exit status with a message."""
+    from pellucid.controller.failures import is_repeatable
     from pellucid.controller.interrupt import StopRequested
     from pellucid.controller.stall import StallError
     from pellucid.training.protocol import NonFiniteError
@@ -161,7 +162,8 @@ def _recorded_exit(run: Run) -> Iterator[None]:
     except NonFiniteError as error:
         reason = str(error)
         latest, saved = run.store.latest(), error.folder
-        there = "" if saved is None else f"The batch is in {saved}. Repeat it alone: pellucid precision replay {saved}\n"
+        there = "" if saved is None else f"The batch is in {saved}. "
+        there += f"Repeat it alone: pellucid precision replay {saved}\n" if saved and is_repeatable(error.quantity) else ""
         error_console.print(
             f"{error}.\n{there}No checkpoint was written of it; the last one is "
             f"{'none' if latest is None else f'step {latest}'}. Lower the learning rate, or train in float32, and start again "

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pellucid.console import notice
@@ -32,6 +33,7 @@ from pellucid.rollout_dump import read_rollouts, write_rollouts
 from pellucid.rundir import atomic_write
 from pellucid.stages import ROLE_OF, Stage
 from pellucid.training.protocol import MiniBatch, NonFiniteError
+from pellucid.training.watch import WEIGHTS as UPDATED_WEIGHTS
 from pellucid.types import Batch, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -70,6 +72,17 @@ class Failure:
     version: int
     """Of the weights."""
     given: Given
+    finding: str | None
+    """Its sentence, with the NaN sentinel."""
+
+
+def is_repeatable(quantity: str) -> bool:
+    """Tell whether what is saved is enough to repeat it: an optimizer step cannot be, its state and the weights before it are gone.
+
+    Args:
+        quantity: that was not finite, as `NonFiniteError` has it.
+    """
+    return not quantity.endswith(UPDATED_WEIGHTS)
 
 
 @contextlib.contextmanager
@@ -77,7 +90,7 @@ def failure_kept(run: Run, stage: Stage, step: int, given: Given | None) -> Iter
     """Enclose a stage: NaN or Inf that ends it is told where it was, and what it worked on is saved.
 
     Raises:
-        NonFiniteError: as the stage does, with `folder` and a finding that knows stage and step.
+        NonFiniteError: as the stage does, with a finding that knows stage and step, and `folder` if it could be saved.
     """
     try:
         yield
@@ -85,14 +98,16 @@ def failure_kept(run: Run, stage: Stage, step: int, given: Given | None) -> Iter
         if error.finding is not None:
             error.finding.stage, error.finding.step, error.finding.quantity = stage, step, error.quantity
         if given is not None and error.folder is None:
-            error.folder = run.run_dir.path / "failures" / f"step_{step:06d}"
-            _save(run, stage, step, given, error)
+            folder = run.run_dir.path / "failures" / f"step_{step:06d}"
+            try:
+                _save(run, stage, step, given, error, folder)
+                error.folder = folder
+            except (OSError, SafetensorError) as reason:  # the failure itself matters more
+                notice(f"what {stage} of step {step} worked on could not be saved in {folder} ({reason}).", style="red")
         raise
 
 
-def _save(run: Run, stage: Stage, step: int, given: Given, error: NonFiniteError) -> None:
-    folder = error.folder
-    assert folder is not None
+def _save(run: Run, stage: Stage, step: int, given: Given, error: NonFiniteError, folder: Path) -> None:
     if folder.exists():  # of an earlier attempt at the step
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -116,23 +131,25 @@ def _save(run: Run, stage: Stage, step: int, given: Given, error: NonFiniteError
     if isinstance(given, GenerateCall):
         asked = [{"uid": prompt.uid, "token_ids": prompt.token_ids, "task": prompt.task} for prompt in given.prompts]
         record["generate"] = {"prompts": asked, "params": dataclasses.asdict(given.params), "stream": given.stream}
-    atomic_write(folder / FAILURE, json.dumps(record, indent=2) + "\n")
     if error.finding is not None:
         atomic_write(folder / FINDING, json.dumps(error.finding.as_json(), indent=2) + "\n")
     if run.run_dir.config_yaml.exists():
         shutil.copyfile(run.run_dir.config_yaml, folder / CONFIG)
+    atomic_write(folder / FAILURE, json.dumps(record, indent=2) + "\n")  # last: a folder without it holds no failure
     _save_weights(run, role, folder / WEIGHTS, sampling=isinstance(given, GenerateCall))
 
 
 def _save_weights(run: Run, role: Any, folder: Path, *, sampling: bool) -> None:
     """Save the weights, as far as the ranks are still there and the disk has room: the failure itself matters more."""
-    folder.mkdir()
     try:
+        folder.mkdir()
         run.placement.roles.named(role).save(folder, ["model"])
         if sampling and isinstance(run.rollout_engine, MismatchedEngine):
             run.rollout_engine.save(folder)
-    except (OSError, RankFailedError, NonFiniteError) as error:  # ranks that were ended answer with what they were ended for
-        shutil.rmtree(folder)
+    # Ranks that were ended answer with what they were ended for.
+    except (OSError, SafetensorError, RankFailedError, NonFiniteError) as error:
+        if folder.exists():
+            shutil.rmtree(folder)
         notice(f"the {role}'s weights could not be saved in {folder} ({error}); a replay starts from the model's own.", style="red")
 
 
@@ -159,6 +176,7 @@ def read_failure(folder: Path) -> Failure:
             None if mini_batch is None else MiniBatch(**mini_batch),
             record["version"],
             _read_given(folder, record),
+            json.loads((folder / FINDING).read_text())["sentence"] if (folder / FINDING).is_file() else None,
         )
     except (KeyError, TypeError, ValueError, OSError) as error:
         if isinstance(error, UserError):

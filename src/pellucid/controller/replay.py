@@ -14,8 +14,9 @@ import torch
 
 from pellucid import devices
 from pellucid.config import RunConfig, load_config
+from pellucid.console import notice
 from pellucid.controller.build import with_mismatch
-from pellucid.controller.failures import CONFIG, WEIGHTS, Failure, GenerateCall, read_failure
+from pellucid.controller.failures import CONFIG, WEIGHTS, Failure, GenerateCall
 from pellucid.controller.make_roles import (
     Compute,
     RoleName,
@@ -45,22 +46,25 @@ CAPTURE = "replay"
 class Replayed:
     """What came of it."""
 
-    failure: Failure
     error: NonFiniteError | None
     """As the run raised it, with its finding; None where all is finite this time."""
     own_weights: bool
     """Whether the role's weights were those of the failure, and not the model's own."""
     capture: Path | None
-    """Folder of the capture."""
+    """Folder of the capture; None where nothing was found, or it could not be written."""
 
 
-def replay(folder: Path, device: str | None = None) -> Replayed:
-    """Run the stage that failed again; `device` is another than the run's.
+def replay(folder: Path, failure: Failure, device: str | None = None) -> Replayed:
+    """Run the stage that failed again.
+
+    Args:
+        folder: where the failure was read.
+        failure: it; one that `is_repeatable`.
+        device: another than the run's.
 
     Raises:
-        UserError: the folder holds no failure, or one of another model.
+        UserError: the folder lacks the run's config, or the weights are of another model.
     """
-    failure = read_failure(folder)
     if not (folder / CONFIG).is_file():
         raise UserError(str(folder / CONFIG), "does not exist: the run had not begun when it failed.", "Run the recipe itself again.")
     config = load_config(folder / CONFIG, []).config
@@ -77,7 +81,7 @@ def replay(folder: Path, device: str | None = None) -> Replayed:
     stage = _stage(config, roles, failure, folder / WEIGHTS)
     error = _outcome(stage)
     if error is None:
-        return Replayed(failure, None, own_weights, None)
+        return Replayed(None, own_weights, None)
     if error.finding is not None:
         error.finding.stage, error.finding.step, error.finding.quantity = failure.stage, failure.step, error.quantity
     watched = [roles.actor, roles.rollout, roles.reference, roles.critic, roles.reward_model]
@@ -85,9 +89,13 @@ def replay(folder: Path, device: str | None = None) -> Replayed:
         if isinstance(role, Role | NativeRolloutEngine):
             role.watch_for_nan(False)
     capture = folder / CAPTURE
-    with hearing.captured(_session(roles, failure, capture, compute)):
-        _outcome(_stage(config, roles, failure, folder / WEIGHTS))
-    return Replayed(failure, error, own_weights, capture)
+    try:
+        with hearing.captured(_session(roles, failure, capture, compute)):
+            _outcome(_stage(config, roles, failure, folder / WEIGHTS))
+    except _NotCapturedError as reason:  # the finding matters more
+        notice(f"no whole capture of it in {capture} ({reason})")
+        return Replayed(error, own_weights, None)
+    return Replayed(error, own_weights, capture)
 
 
 def _outcome(stage: Callable[[], object]) -> NonFiniteError | None:
@@ -168,6 +176,10 @@ def _session(roles: Roles, failure: Failure, folder: Path, compute: Compute) -> 
     return NativeSession(models, folder / f"step_{failure.step}" / stage / "step0" / "rank0", about)
 
 
+class _NotCapturedError(Exception):
+    """There is no capture, or a part of one."""
+
+
 class _Hearing:
     """A probe that tells a capture, while there is one, of passes; see `Probe`."""
 
@@ -176,14 +188,21 @@ class _Hearing:
 
     @contextmanager
     def captured(self, session: "NativeSession") -> Iterator[None]:
-        """Let `session` capture what runs inside the block."""
-        session.begin()
-        self._session = session
+        """Let `session` capture what runs inside the block.
+
+        Raises:
+            _NotCapturedError: whatever went wrong: a hook, a full disk, a folder for reading alone.
+        """
         try:
-            yield
-        finally:
-            self._session = None
-            session.end()
+            session.begin()
+            self._session = session
+            try:
+                yield
+            finally:
+                self._session = None
+                session.end()
+        except Exception as error:
+            raise _NotCapturedError(f"{type(error).__name__}: {error}") from error
 
     @contextmanager
     def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
