@@ -80,8 +80,8 @@ class TrainerConfig(BaseTrainerConfig):
     max_actor_ckpt_to_keep: Positive | None = None
     """Newest checkpoints to keep; null keeps all."""
     nan_sentinel: bool = False
-    """Watch each step for the first NaN or Inf: on a hit its batch is saved, the step is repeated with full capture, and module,
-    stage, rank and sample are named."""
+    """Watch each stage for the first NaN or Inf: on a hit its batch is saved, the passes are repeated with every module watched, and
+    module, stage, rank and sample are named; `pellucid precision replay` captures it."""
     dump_rollouts: bool = True
     """Write each step's prompts, responses, rewards and log-probabilities to the run's folder."""
 
