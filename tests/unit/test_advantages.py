@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pellucid.algo.advantages import (
     EPSILON,
     ESTIMATORS,
+    ROUNDING,
     AdvantageInputs,
     discounted_sum,
     group_sum,
@@ -78,7 +79,7 @@ def sample_advantage(name, case, row):
         return mine - baseline if others else mine
     if name == "gpg":
         everyone = [outcome(case, other) for other in range(len(case.mask)) if tokens_of(case.mask, other)]
-        alpha = len(everyone) / max(1, sum(score != 0 for score in everyone))
+        alpha = len(everyone) / max(1, sum(abs(score) > ROUNDING for score in everyone))
         return alpha * (mine - mean_and_std(list(scores.values()))[0])
     if name == "reinforce_plus_plus_baseline":
         return mine - mean_and_std(list(scores.values()))[0]
@@ -259,6 +260,15 @@ def rows_of(case, rows):
     """The case with the rows given, in their order."""
     whole = ("gamma", "lam", "norm_by_std", "component_weights")
     return replace(case, **{key: value[rows] for key, value in vars_of(case).items() if key not in whole})
+
+
+def test_gpg_takes_rewards_that_cancel_out_for_none():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    cancelling, none = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    assert float(cancelling.sum()) != 0
+    one = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    outputs = [ESTIMATORS["gpg"](case_of(mask, [0, 0], token_rewards=torch.stack([first, one])))[0] for first in (cancelling, none)]
+    torch.testing.assert_close(outputs[0], outputs[1])
 
 
 @quick

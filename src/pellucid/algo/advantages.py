@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-6
+ROUNDING = 1e-9
+"""A sum of rewards below this is 0: what is left of rewards that cancel each other out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +241,12 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Group policy gradient (arXiv 2504.02546): α (R − mean_g), α = samples / samples with a reward other than 0."""
+    """Group policy gradient (arXiv 2504.02546): α (R − mean_g), α = samples / samples with a reward other than 0.
+
+    Token rewards that cancel out but for rounding are 0.
+    """
     scores, valid = _outcomes(inputs)
-    alpha = valid.sum().double() / (valid & (scores != 0)).sum().clamp(min=1)
+    alpha = valid.sum().double() / (valid & (scores.abs() > ROUNDING)).sum().clamp(min=1)
     return _outputs(inputs, alpha * group_normalise(scores, inputs.group, valid, norm_by_std=False))
 
 
