@@ -6,18 +6,16 @@ The first three read captures, without torch; `replay` runs a stage that NaN end
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pellucid.cli.output import write_output
 from pellucid.console import console, progress
 from pellucid.errors import UserError, did_you_mean
-from pellucid.rundir import atomic_write
 from pellucid.stages import Stage
 
 if TYPE_CHECKING:
@@ -100,7 +98,7 @@ def compare(
     if html is not None:
         from pellucid.precision.heatmap import heatmap_page
 
-        _write(html, heatmap_page(result), "--html")
+        write_output(html, heatmap_page(result), "--html", "html")
     _write_json(json_file, lambda: comparison_json(result))
     if not result.is_equal:
         raise typer.Exit(1)
@@ -277,14 +275,5 @@ def _reading(num: int) -> Iterator[Callable[[object], None]]:
 
 def _write_json(path: Path | None, content: Callable[[], dict[str, Any]]) -> None:
     if path is not None:
-        _write(path, json.dumps(content(), indent=2, ensure_ascii=False, allow_nan=False) + "\n", "--json")
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        atomic_write(path, text)
-    except (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError) as error:
-        raise UserError(option, f"'{path}' cannot be written ({error.strerror}).", "Name a file in a folder of yours.") from error
-    console.print(f"{option[2:]}: {path}", markup=False, soft_wrap=True)
+        text = json.dumps(content(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        write_output(path, text, "--json", "json")

@@ -6,17 +6,16 @@ Reads run directories. Torch is imported by `analyse` alone.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pellucid.cli.output import write_output
 from pellucid.console import console, progress
 from pellucid.errors import UserError
-from pellucid.rundir import RunDir, atomic_write
+from pellucid.rundir import RunDir
 
 if TYPE_CHECKING:
     from pellucid.profiler.report import Report
@@ -52,7 +51,7 @@ def report(
     for part in report_renderables(result):
         console.print(part)
     page = html or directory.path / "timeline" / "report.html"
-    _write(page, report_page(result), "--html")
+    write_output(page, report_page(result), "--html", "page")
 
 
 @app.command()
@@ -121,7 +120,7 @@ def diff(
     for part in comparison_renderables(comparison):
         console.print(part)
     if html is not None:
-        _write(html, comparison_page(comparison), "--html")
+        write_output(html, comparison_page(comparison), "--html", "page")
     if fail_above is not None and (failures := comparison.failures(fail_above)):
         names = ", ".join(f"{row.name} {row.ratio:.2f}×" for row in failures)
         console.print(f"slower than {fail_above:g}×: {names}", style="red", markup=False)
@@ -173,13 +172,3 @@ def _reading(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
     with progress(transient=True) as bar:
         task = bar.add_task(what, total=max(1, num_bytes // 1024), info="KiB")
         yield lambda done: bar.advance(task, done / 1024)
-
-
-def _write(path: Path, page: str, option: str) -> None:
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        atomic_write(path, page)
-    except (IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError) as error:
-        raise UserError(option, f"'{path}' cannot be written ({error.strerror}).", "Name a file in a folder of yours.") from error
-    console.print(f"page: {path}", markup=False, soft_wrap=True)
