@@ -7,7 +7,6 @@ made for one debugger in a process that does nothing else, hence the care taken 
 import atexit
 import functools
 import importlib
-import json
 import logging
 import sys
 import threading
@@ -25,6 +24,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import BackwardHook
 
+from pellucid.config.schema.msprobe_json import read_json
 from pellucid.errors import MissingExtraError, UserError
 
 log = logging.getLogger("pellucid.profiler")
@@ -51,7 +51,7 @@ def check(config_path: str | Path, level: str | None) -> None:
         UserError: the file cannot be read, msprobe refuses what it says, or the installed release is none of those known;
             if there is none, a `MissingExtraError`.
     """
-    msprobe, content = _internals(), _read(config_path)
+    msprobe, content = _internals(), read_json(config_path)
     if "load" in content:
         reason = f"'{config_path}' has 'load', which replaces what modules are given; the run would train on that."
         raise UserError(_CONFIG_PATH, reason, "Remove 'load' from it.")
@@ -83,7 +83,7 @@ class MsprobeSession:
         self, models: list[nn.Module], folder: Path, *, config_path: Path, level: str | None, rank: int
     ) -> None:
         self._models, self._folder, self._rank = models, folder, rank
-        self._config_path, self._config = config_path, _read(config_path)
+        self._config_path, self._config = config_path, read_json(config_path)
         self.level = level or self._config.get("level") or "L0"
         """L0, L1 or mix."""
         self.target = Path()
@@ -138,15 +138,6 @@ class MsprobeSession:
 
     def _target(self, call: int) -> Path:
         return self._folder / f"step{call}" / f"rank{self._rank}"
-
-
-def _read(config_path: str | Path) -> dict[str, Any]:
-    try:
-        return json.loads(Path(config_path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            _CONFIG_PATH, f"'{config_path}' cannot be read: {error}.", "Name msprobe's JSON config."
-        ) from error
 
 
 # What follows knows msprobe from the inside.

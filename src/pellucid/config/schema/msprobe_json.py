@@ -40,7 +40,7 @@ _AS_NATIVE_DOES = {
 """Values that ask for nothing but what the native backend does anyway; null and empty ones do so for every key."""
 
 
-def read_json(path: str) -> dict[str, Any]:
+def read_json(path: str | Path) -> dict[str, Any]:
     """Return what the file holds.
 
     Raises:
