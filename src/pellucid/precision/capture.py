@@ -150,10 +150,13 @@ class NativeSession:
 
     def end_mini_batch(self) -> None:
         """The optimizer has made its step: measure the weights that it made, beside the gradients that it used."""
+        self._guarded(self._record_mini_batch)()
+
+    def _record_mini_batch(self) -> None:
         index = len(self._about.mini_batches)
         self._about.mini_batches.append(self._first_pass)
         self._first_pass = len(self._recorder.passes)
-        self._guarded(self._measure_parameters)()
+        self._measure_parameters()
         for prefix, _ in self._owners:
             groups = {"input": [self._used.get(prefix, {})], "output": [self._parameters[prefix]]}
             self._recorder.add(Entry(f"{prefix}.optimizer.{index}", None, groups))
