@@ -2,39 +2,47 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder  # two cores; many tests wait a lot
 
-.PHONY: demo test lint types structure recipes bench docs clean
+.PHONY: demo test test-fast lint types recipes bench docs clean
 
-.venv/installed: pyproject.toml
+.venv/base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e .
+	touch .venv/base
+
+.venv/dev: .venv/base
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps 'mindstudio-probe>=26.2; sys_platform == "linux"'  # the rest it asks for is not used
-	touch .venv/installed
+	touch .venv/dev
 
-demo: .venv/installed  ## train the built-in model and show what came of it
+demo: .venv/base  ## train the built-in model and show what came of it
 	$(BIN)/pellucid train recipes/demo.yaml
 	$(BIN)/pellucid rollouts outputs/pellucid/demo --limit 3
 
-test: .venv/installed  ## run every test
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder  # two cores; many tests wait a lot
+test: .venv/dev  ## run every test
+	$(PYTEST) --durations=25
 
-lint: .venv/installed
+test-fast: .venv/dev  ## run the tests that start no process: a minute and a half
+	$(PYTEST) -m "not processes" tests/unit tests/contract
+
+lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks examples
 
-types: .venv/installed
+types: .venv/dev
 	$(BIN)/pyright src
 
-recipes: .venv/installed  ## run each recipe that needs no download for a few steps
+recipes: .venv/dev  ## run each recipe that needs no download for a few steps
 	$(BIN)/python -m pytest -q tests/integration/test_recipes.py tests/integration/test_profiling_recipes.py
 
-bench: .venv/installed  ## speed as ratios measured in one run; needs models/smollm2-135m-instruct (examples/convert_smollm2.py)
+bench: .venv/dev  ## speed as ratios measured in one run; needs models/smollm2-135m-instruct (examples/convert_smollm2.py)
 	cd benchmarks && for name in policy_gap update rollout grpo_step; do \
 	  ../$(BIN)/python $$name.py --model $(abspath models/smollm2-135m-instruct) --json $(abspath benchmarks/results.jsonl) || exit 1; done
 
-docs: .venv/installed  ## regenerate the pages that come from the code
+docs: .venv/base  ## regenerate the pages that come from the code
 	$(BIN)/python -m pellucid.config.describe
-	$(BIN)/python -m pellucid.metrics.table > docs/metrics.md
+	$(BIN)/python -m pellucid.metrics.definitions > docs/metrics.md
 
 clean:
 	rm -rf .venv build src/*.egg-info

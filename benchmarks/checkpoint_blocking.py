@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common import CPU, parser, report
-from pellucid.checkpoint_store import CheckpointStore
 from pellucid.devices import keep_freed_memory
+from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import load_model
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
@@ -51,7 +51,6 @@ class Trainer:
     def update(self) -> float:
         """Return the seconds of one optimizer step."""
         def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
-            assert scores.logp is not None
             return -scores.logp.sum() / (len(self.batch) * RESPONSE_TOKENS)
 
         return seconds(lambda: self.engine.train_mini_batch(self.batch, LogProbHead(1.0), loss))

@@ -19,6 +19,7 @@ import torch
 
 from pellucid.devices import keep_freed_memory, measure_gemm_flops
 from pellucid.rollout.native import NativeRolloutEngine
+from pellucid.rollout.native.engine import SampledPolicy
 from pellucid.tasks.arithmetic import Arithmetic, ArithmeticArgs
 from pellucid.training.common.models import BUILTIN, eos_token_ids, load_model, load_tokenizer, num_parameters
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
@@ -55,9 +56,9 @@ class Setup:
         texts = [row["prompt"] for row in Arithmetic().make_rows("test", ArithmeticArgs(level=2, size=256))]
         return [{"text": text, "token_ids": self.tokenizer(text)["input_ids"]} for text in texts]
 
-    def rollout_engine(self, num_rows: int) -> NativeRolloutEngine:
-        """Return a native engine that decodes `num_rows` sequences at a time."""
-        return NativeRolloutEngine(self.engine, self.tokenizer, eos_token_ids(self.model, self.tokenizer), max_num_seqs=num_rows,
+    def rollout_engine(self, num_rows: int, policy: SampledPolicy | None = None) -> NativeRolloutEngine:
+        """Return a native engine that decodes `num_rows` sequences at a time, of the trained policy unless given another."""
+        return NativeRolloutEngine(policy or self.engine, self.tokenizer, eos_token_ids(self.model, self.tokenizer), max_num_seqs=num_rows,
                                    max_num_batched_tokens=8192, seed=0)
 
     def prompts_json(self, folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
     python benchmarks/controller_overhead.py [--ranks 64 256 1024] [--samples 1024] [--tokens 8192]
 
-The real loop body (`train_step`), worker groups, proxies and object store run; the ranks are stubs that answer each call with
+The real loop body (`produce` and `learn`), worker groups, proxies and object store run; the ranks are stubs that answer each call with
 arrays of the right shape. One Ray actor answers for many ranks, but every rank gets a call of its own. Own time is CPU time of the
 controller's process; memory is what it holds beside shared memory.
 """
@@ -16,22 +16,26 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
+import torch
 from safetensors.torch import save_file  # noqa: F401  (imported once here, not inside the first timed step)
 
 from common import parser, report
+from pellucid import run as building
+from pellucid.build import Roles
 from pellucid.config import load_config
 from pellucid.console import notice
-from pellucid.controller import build as building
-from pellucid.controller.make_roles import Roles
-from pellucid.controller.placement.group import Member, WorkerGroup
-from pellucid.controller.placement.proxies import RemoteActor, RemoteCritic, RemoteReference, RemoteRolloutEngine
-from pellucid.controller.placement.wire import Ragged, SampledRollouts, SharedTensors
-from pellucid.controller.placement.worker import Outcome, Progress
-from pellucid.controller.step import train_step
-from pellucid.controller.step_metrics import speed_metrics
-from pellucid.controller.watchdog import Watchdog
+from pellucid.files.rundir import RunDir
+from pellucid.learn import learn
 from pellucid.metrics.trackers import Trackers
-from pellucid.rundir import RunDir
+from pellucid.observe.watchdog import Watchdog
+from pellucid.produce import produce
+from pellucid.ranks.group import Member, WorkerGroup
+from pellucid.ranks.proxies import RemoteRole, RemoteRolloutEngine
+from pellucid.ranks.wire import Parcel, SharedMemory
+from pellucid.ranks.worker import Outcome, Progress
+from pellucid.rollout.requests import Completion, Request
+from pellucid.step_metrics import speed_metrics
+from pellucid.types import ActorUpdate, LogProbs
 
 GROUP, PROCESSES = 8, 2
 RECIPE = """
@@ -43,36 +47,40 @@ actor_rollout_ref:
 algorithm: {{adv_estimator: gae, rollout_is: true, rollout_is_threshold: 2.0}}
 trainer: {{dump_rollouts: {dump}, val_before_train: false}}
 """
-SETS = {("actor", "compute_log_probs"): "old_logp", ("ref", "compute_log_probs"): "ref_logp", ("critic", "compute_values"): "values"}
 
 
 class StubRanks:
     """Answers for many ranks what real ones would, from arrays made beforehand."""
 
     def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+        self._tokens, self._memory = tokens, SharedMemory(ray)
 
-    def run(self, rank: int, role: str, method: str, arguments: tuple, options: dict) -> Outcome:
-        if method == "generate":
-            return Outcome(value=self._sampled(ray.get(arguments[0])[rank]))
+    def run(self, rank: int, number: int, role: str, method: str, parcel: Parcel, stage: Any) -> Outcome:
+        arguments, _ = self._memory.unpack(parcel)
         outcome = Outcome(versions={role: 0}, flops={role: 0.0})
-        if rank == 0 and (name := SETS.get((role, method))):
-            shape = ray.get(arguments[0].tensors["mask"]).shape
-            outcome.tensors = {name: ray.put(np.full(shape, -1.0, dtype=np.float32))}
-        if method == "update":
-            outcome.value = {f"{role}/grad_norm": 1.0}
+        if method == "generate":
+            outcome.value = self._memory.pack(self._sampled(arguments[0][rank]))
+        elif rank == 0:
+            outcome.value = self._memory.pack(self._result(role, method, arguments))
         return outcome
 
-    def _sampled(self, prompts: list) -> SampledRollouts:
-        number = len(prompts) * GROUP
-        offsets = np.arange(number + 1, dtype=np.int64) * self._tokens
+    def _result(self, role: str, method: str, arguments: tuple) -> Any:
+        match role, method:
+            case "actor", "compute_log_probs":
+                return LogProbs(torch.full_like(arguments[0].rollout_logp, -1.0))
+            case "ref" | "critic", "compute_log_probs" | "compute_values":
+                return torch.full_like(arguments[0].rollout_logp, -1.0)
+            case "actor", "update":
+                return ActorUpdate({"actor/grad_norm": 1.0}, arguments[0].old_logp)
+            case "critic", "update":
+                return {"critic/grad_norm": 1.0}
+        return None
 
-        def filled(value: float, dtype: Any) -> Ragged:
-            return Ragged(np.full(number * self._tokens, value, dtype=dtype), offsets)
+    def _sampled(self, requests: list[Request]) -> list[Completion]:
+        ids, logp, versions = ([value] * self._tokens for value in (7, -1.0, 0))
+        return [Completion(ids, logp, versions, "length", "42") for _ in requests]
 
-        return SampledRollouts(filled(7, np.int32), filled(-1.0, np.float32), filled(0, np.int32), ["length"] * number, ["42"] * number)
-
-    def progress(self, rank: int) -> Progress:
+    def progress(self, rank: int, number: int) -> Progress:
         return Progress()
 
 
@@ -90,7 +98,8 @@ class Handle:
     """One rank of a `StubRanks` actor."""
 
     def __init__(self, actor: Any, rank: int) -> None:
-        self.run, self.progress = Call(actor.run, rank), Call(actor.progress, rank)
+        self.run = self.sample = Call(actor.run, rank)
+        self.progress = Call(actor.progress, rank)
 
 
 class CountingStore:
@@ -120,19 +129,28 @@ class StubPlacement:
     """A placement whose ranks are stubs."""
 
     device = "stub"
+    profile_requests: tuple[()] = ()
+    sentinel = None
 
     def __init__(self, num_ranks: int, tokens: int) -> None:
         self.num_ranks, self.store = num_ranks, CountingStore()
         actors = [ray.remote(StubRanks).options(num_cpus=0).remote(tokens) for _ in range(PROCESSES)]
         members = [Member(f"rank {rank}", Handle(actors[rank % PROCESSES], rank), Path("none")) for rank in range(num_ranks)]
-        group = WorkerGroup(members, SharedTensors(self.store), None, lambda: None)
-        self.roles = Roles(RemoteActor(group), RemoteRolloutEngine(group), RemoteReference(group), RemoteCritic(group))
+        group = WorkerGroup(members, SharedMemory(self.store), None, lambda: None, lambda: None)
+        actor, reference, critic = (RemoteRole(name, group) for name in ("actor", "ref", "critic"))
+        self.roles = Roles(actor, RemoteRolloutEngine(group), reference, critic)
 
     def peak_flops(self) -> float:
         return 1.0
 
     def memory_gb(self) -> dict[str, float]:
         return {}
+
+    def begin_profiled_step(self, step: int) -> None:
+        pass
+
+    def end_profiled_step(self, step: int, *, last: bool) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -141,6 +159,11 @@ class StubPlacement:
 def own_bytes() -> int:
     """Return this process's memory beside what it shares."""
     return psutil.Process().memory_full_info().uss
+
+
+def one_step(run: building.RlRun, step: int) -> None:
+    with run.profiler.step(step):
+        learn(run, produce(run, step)[0], step)
 
 
 def measure(num_ranks: int, prompts: int, tokens: int, *, dump: bool, steps: int) -> dict[str, Any]:
@@ -152,14 +175,14 @@ def measure(num_ranks: int, prompts: int, tokens: int, *, dump: bool, steps: int
         inputs = building.load_inputs(config)
         placement = StubPlacement(num_ranks, tokens)
         building.place_roles = lambda *_: placement
-        run = building.build_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1, Watchdog(None, lambda stall: None))
-        train_step(run, 1)
+        run = building.build_rl_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1, Watchdog(None, lambda stall: None))
+        one_step(run, 1)
         speed_metrics(run, 1.0)
         before, puts, put_bytes = own_bytes(), placement.store.num_puts, placement.store.put_bytes
         cpu, wall = time.process_time(), time.perf_counter()
         metrics: dict[str, float] = {}
         for step in range(2, 2 + steps):
-            train_step(run, step)
+            one_step(run, step)
             metrics = speed_metrics(run, 1.0)
         cpu, wall = (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
         grown = own_bytes() - before

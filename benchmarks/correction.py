@@ -21,19 +21,28 @@ import torch
 from torch import Tensor
 
 from common import report
-from pellucid.algo.correction import CorrectionSettings, RejectionRule, correct
+from pellucid.algo.correction import correct
+from pellucid.algo.mismatch import log_bounds
+from pellucid.config.schema.algorithm import AlgorithmConfig, RejectionRuleConfig
 from pellucid.devices import keep_freed_memory
 
+
+def keys(threshold: float | None = 2.0, **keys: Any) -> AlgorithmConfig:
+    """Return section `algorithm` with the keys of correction that are given without their `rollout_is_`."""
+    rules = keys.pop("rules", [])
+    return AlgorithmConfig(rollout_is_threshold=threshold, rollout_rs=rules, **{f"rollout_is_{key}": keys[key] for key in keys})
+
+
 CASES = {
-    "token, truncate": CorrectionSettings(2.0),
-    "token, clip": CorrectionSettings(2.0, mode="clip"),
-    "sequence, truncate": CorrectionSettings(2.0, level="sequence"),
-    "sequence, clip": CorrectionSettings(2.0, level="sequence", mode="clip"),
-    "geometric, truncate": CorrectionSettings(2.0, level="geometric"),
-    "geometric, clip": CorrectionSettings(2.0, level="geometric", mode="clip"),
-    "token, normalized": CorrectionSettings(2.0, batch_normalize=True),
-    "geometric rejection (k1), token": CorrectionSettings(2.0, rejection=(RejectionRule("k1", "seq_mean", 0.999, 1.001),)),
-    "metrics only": CorrectionSettings(None),
+    "token, truncate": keys(2.0),
+    "token, clip": keys(2.0, mode="clip"),
+    "sequence, truncate": keys(2.0, level="sequence"),
+    "sequence, clip": keys(2.0, level="sequence", mode="clip"),
+    "geometric, truncate": keys(2.0, level="geometric"),
+    "geometric, clip": keys(2.0, level="geometric", mode="clip"),
+    "token, normalized": keys(2.0, batch_normalize=True),
+    "geometric rejection (k1), token": keys(2.0, rules=[RejectionRuleConfig("k1", "seq_mean", 0.999, 1.001)]),
+    "metrics only": keys(None),
 }
 
 
@@ -45,19 +54,19 @@ def make_batch(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return rollout + 0.03 * torch.randn(batch, length, generator=generator), rollout, mask
 
 
-def per_sample(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: CorrectionSettings) -> Tensor:
+def per_sample(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, settings: AlgorithmConfig) -> Tensor:
     """Return the weights, with the same sums for the metrics, one sample at a time."""
     weights = torch.zeros(mask.shape)
     rows, tokens = [], []
-    lower, upper = (math.exp(bound) for bound in settings.log_bounds)
+    lower, upper = (math.exp(bound) for bound in log_bounds(settings.rollout_is_threshold_lower, settings.rollout_is_threshold))
     for row, (old, rollout, inside) in enumerate(zip(old_logp, rollout_logp, mask)):
         old, gap = old[inside], (old - rollout)[inside]
         ratio = gap.clamp(-20, 20).exp()
-        if settings.level != "token":
-            ratio = (gap.sum() if settings.level == "sequence" else gap.mean()).clamp(-20, 20).exp().expand_as(gap)
+        if settings.rollout_is_level != "token":
+            ratio = (gap.sum() if settings.rollout_is_level == "sequence" else gap.mean()).clamp(-20, 20).exp().expand_as(gap)
         bounded = ratio.clamp(lower, upper)
-        low, high, catastrophic = ratio < lower, ratio > upper, gap < settings.log_veto
-        weight = ratio.clamp(max=upper) if settings.mode == "truncate" else ratio * ~(low | high)
+        low, high, catastrophic = ratio < lower, ratio > upper, gap < math.log(1e-4)
+        weight = ratio.clamp(max=upper) if settings.rollout_is_mode == "truncate" else ratio * ~(low | high)
         weights[row, inside] = weight * ~catastrophic.any()
         k3 = torch.expm1(gap) - gap
         sums = (old, gap, gap.abs(), k3, ratio, bounded, bounded.square(), low, high, catastrophic)
@@ -124,7 +133,7 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
     for case, settings in CASES.items():
-        looped = settings.threshold is not None and not settings.rejection and not settings.batch_normalize
+        looped = settings.rollout_is_threshold is not None and not settings.rollout_rs and not settings.rollout_is_batch_normalize
         if looped:
             few = [x[:8] for x in (old_logp, rollout_logp, mask)]
             torch.testing.assert_close(correct(*few, settings).weights, per_sample(*few, settings), rtol=1e-5, atol=0)

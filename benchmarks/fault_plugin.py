@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from pellucid.algo.policy_loss import vanilla
+from pellucid.observe.process import ProcessProfiler
 from pellucid.precision.naming import named_modules
-from pellucid.profiler.process import ProcessProfiler
 from pellucid.rollout.native import NativeRolloutEngine
-from pellucid.rollout.native.engine import _Generation
+from pellucid.rollout.native.decoder import Decoder
+from pellucid.stages import Probes
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import packed_spans
 from pellucid.training.fsdp import FsdpEngine
@@ -44,14 +45,16 @@ def strikes(profiler: Any, what: str) -> bool:
     """Tell whether this is where and when the fault is to be, and count the calls until then."""
     if FAULT["what"] != what or FAULT["rank"] not in (None, dist.get_rank() if dist.is_initialized() else 0):
         return False
-    if not isinstance(profiler, ProcessProfiler):  # `pellucid precision replay` runs the failed stage and nothing else
+    probes = profiler.probes if isinstance(profiler, Probes) else [profiler]
+    process = next((probe for probe in probes if isinstance(probe, ProcessProfiler)), None)
+    if process is None:  # `pellucid precision replay` runs the failed stage and nothing else
         return True
-    if profiler.at is None:
-        return False
-    stage, step = profiler.at
+    if process.at is None:  # a run that repeats the stage that failed
+        return FAULT["how"] == "nan" and what != "optimizer"
+    stage, step = process.at
     if (stage, step) != (FAULT["stage"], FAULT["step"]):
         return False
-    if FAULT["how"] == "nan" and what != "optimizer":  # the sentinel repeats passes: the fault goes with the sample, not with time
+    if FAULT["how"] == "nan" and what != "optimizer":  # a failed stage is repeated: the fault goes with the sample, not with time
         return True
     _calls[stage, step] += 1
     return FAULT["call"] in (None, _calls[stage, step] - 1)
@@ -87,23 +90,26 @@ def spoil_update(model: torch.nn.Module, optimizer: ScheduledAdamW, profiler: An
 def spoil_sampling(engine: NativeRolloutEngine) -> None:
     """Let the engine sample with one weight as it was at first, or rounded to bfloat16; the trainer's stays."""
     weight = dict(named_modules([engine.policy.model]))[FAULT["module"]].weight  # pyright: ignore[reportAttributeAccessIssue]
-    first, generate = weight.detach().clone(), engine.generate
+    first, begin, step = weight.detach().clone(), engine._begin, engine._step
 
-    def stale_generate(*args: Any, **options: Any) -> Any:
-        own = weight.data
-        weight.data = first if FAULT["what"] == "stale" else own.bfloat16().float()
-        try:
-            return generate(*args, **options)
-        finally:
-            weight.data = own
+    def with_wrong_weight(work: Any) -> Any:
+        def call() -> Any:
+            own = weight.data
+            weight.data = first if FAULT["what"] == "stale" else own.bfloat16().float()
+            try:
+                return work()
+            finally:
+                weight.data = own
 
-    engine.generate = stale_generate
+        return call
+
+    engine._begin, engine._step = with_wrong_weight(begin), with_wrong_weight(step)
 
 
 def follow_passes() -> None:
     """Keep in `_spans` whose tokens the pass in hand holds, also when the sentinel repeats one."""
     make_input, run = FsdpEngine._input, FsdpEngine._run
-    prefill, decode = _Generation._prefill, _Generation.decode
+    prefill, decode = Decoder.prefill, Decoder.decode
     spans_of: dict[int, Any] = {}
 
     def seen_input(engine: FsdpEngine, micro: Any) -> Any:
@@ -115,16 +121,16 @@ def follow_passes() -> None:
         _spans[:] = [spans_of[id(inputs)]]
         return run(engine, inputs, head)
 
-    def seen_prefill(generation: _Generation, prompts: Any) -> Any:
+    def seen_prefill(decoder: Decoder, rows: Any) -> Any:
         _spans[:] = [[]]
-        return prefill(generation, prompts)
+        return prefill(decoder, rows)
 
-    def seen_decode(generation: _Generation) -> None:
-        _spans[:] = [generation.decode_spans()]
-        decode(generation)
+    def seen_decode(decoder: Decoder) -> None:
+        _spans[:] = [decoder.decode_spans()]
+        decode(decoder)
 
     FsdpEngine._input, FsdpEngine._run = seen_input, seen_run
-    _Generation._prefill, _Generation.decode = seen_prefill, seen_decode
+    Decoder.prefill, Decoder.decode = seen_prefill, seen_decode
 
 
 def _install() -> None:
@@ -139,7 +145,7 @@ def _install() -> None:
     def make_sampler(engine: NativeRolloutEngine, policy: Any, *args: Any, **options: Any) -> None:
         make_rollout(engine, policy, *args, **options)
         if not isinstance(policy, FsdpEngine):  # a copy of its own
-            plant(policy.model, engine.probe)
+            plant(policy.model, engine.decoder.probe)
         if FAULT["what"] in ("stale", "bf16"):
             spoil_sampling(engine)
 

@@ -37,9 +37,9 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common import report
-from pellucid.checkpoint_store import MANIFEST, CheckpointStore
 from pellucid.errors import UserError
-from pellucid.training.fsdp import SHARDS
+from pellucid.files.checkpoint_store import MANIFEST, CheckpointStore
+from pellucid.training.protocol import SHARDS
 
 COMMAND = [sys.executable, "-c", "from pellucid.cli.main import main; main()"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "500"}

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from common import Setup, gemm_gflops, parser, report, reward_score, run_peer
-from pellucid.algo.advantages import ESTIMATORS, AdvantageInputs
-from pellucid.algo.policy_loss import POLICY_LOSSES
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.algo.advantages import AdvantageInputs, grpo
+from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.config.schema.actor import ActorConfig
 from pellucid.roles.actor import Actor, ActorSettings
-from pellucid.rollout.protocol import SamplingParams
-from pellucid.types import Batch
+from pellucid.rollout.requests import SamplingParams
+from pellucid.types import Samples, Score, TrainBatch
 
 GROUP, NEW_TOKENS = 8, 48
 
@@ -26,16 +27,14 @@ def pellucid_step(setup: Setup, step: int) -> dict[str, float]:
     """Run one step as the loop does and return its times in seconds."""
     engine = setup.rollout_engine(len(setup.prompts) * GROUP)
     config = ActorConfig(strategy="fsdp2", ppo_mini_batch_size=len(setup.prompts), use_dynamic_bsz=True)
-    settings = ActorSettings(POLICY_LOSSES["vanilla"], temperature=1.0, max_response_length=NEW_TOKENS, seed=0)
+    settings = ActorSettings(PolicyLoss.named("vanilla"), temperature=1.0, max_response_length=NEW_TOKENS, seed=0)
     actor = Actor(setup.engine, config, settings)
     start = time.perf_counter()
-    rollouts = engine.generate(setup.prompts, SamplingParams(n=GROUP, max_tokens=NEW_TOKENS, ignore_eos=True), stream=("bench", step))
+    rollouts = sample_rollouts(engine, setup.prompts, SamplingParams(n=GROUP, max_tokens=NEW_TOKENS, ignore_eos=True), stream=("bench", step))
     sampled = time.perf_counter()
-    for rollout in rollouts:
-        rollout.reward = reward_score(rollout.text)
-    batch = Batch.from_rollouts(rollouts)
-    batch.advantages, batch.returns = ESTIMATORS["grpo"](AdvantageInputs(batch.token_rewards, batch.mask, batch.group))
-    actor.update(batch, step=step)
+    samples = Samples.pad(rollouts, [Score(reward_score(rollout.text)) for rollout in rollouts])
+    advantages, returns = grpo(AdvantageInputs(samples.token_rewards, samples.mask, samples.group))
+    actor.update(TrainBatch(**vars(samples), advantages=advantages, returns=returns, loss_mask=samples.mask), step=step)
     end = time.perf_counter()
     tokens = sum(len(r.token_ids) for r in rollouts)
     return {"seconds": end - start, "rollout_s": sampled - start, "update_s": end - sampled, "new_tokens": float(tokens)}

@@ -12,30 +12,30 @@ from typing import Any
 import torch
 
 from common import Setup, parser, report
-from pellucid.algo.mismatch import mismatch_metrics
-from pellucid.rollout.native import MismatchedEngine, MismatchSettings
-from pellucid.rollout.protocol import SamplingParams
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.algo.correction import correct
+from pellucid.config.schema.algorithm import AlgorithmConfig
+from pellucid.config.schema.rollout import SimulateMismatchConfig
+from pellucid.rollout.native import MismatchedPolicy
+from pellucid.rollout.requests import SamplingParams
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import BUILTIN
 from pellucid.training.common.packing import sequences_of
-from pellucid.types import Batch
+from pellucid.types import Samples, Score
 
 METRICS = ("logp_mean_abs_diff", "logp_max_abs_diff", "mismatch_kl", "mismatch_k3_kl")
 
 
-def gap(setup: Setup, settings: MismatchSettings) -> dict[str, Any]:
+def gap(setup: Setup, settings: SimulateMismatchConfig) -> dict[str, Any]:
     """Sample under the settings, score the tokens with the trainer and return how far the log-probs are apart."""
-    engine = MismatchedEngine(setup.rollout_engine(64), settings, seed=0)
+    engine = setup.rollout_engine(64, MismatchedPolicy(setup.engine, settings, seed=0))
     params = SamplingParams(n=8, max_tokens=32, ignore_eos=setup.model_path != BUILTIN)
-    rollouts = engine.generate(setup.prompts, params, stream=("gap",))
-    for rollout in rollouts:
-        rollout.reward = 0.0
-    batch = Batch.from_rollouts(rollouts)
+    rollouts = sample_rollouts(engine, setup.prompts, params, stream=("gap",))
+    samples = Samples.pad(rollouts, [Score(0.0)] * len(rollouts))
     training = setup.engine.forward(sequences_of(rollouts), LogProbHead(temperature=1.0)).logp
-    assert training is not None
-    metrics = mismatch_metrics(training, batch.rollout_logp, batch.mask)
+    metrics = correct(training, samples.rollout_logp, samples.mask, AlgorithmConfig()).metrics
     name = settings.dtype or (f"noise {settings.noise:g}" if settings.noise else "native")
-    return {"rollout policy": name, "tokens": int(batch.mask.sum())} | {name: metrics[f"mismatch/{name}"] for name in METRICS}
+    return {"rollout policy": name, "tokens": int(samples.mask.sum())} | {name: metrics[f"mismatch/{name}"] for name in METRICS}
 
 
 def main() -> None:
@@ -44,9 +44,10 @@ def main() -> None:
     arguments.add_argument("--noise", type=float, nargs="*", default=[0.003, 0.01, 0.03], help="noise levels to simulate, in rms of the weights")
     options = arguments.parse_args()
     setup = Setup(options.model, options.micro_tokens)
-    settings = [MismatchSettings()]
+    settings = [SimulateMismatchConfig()]
     if options.simulate:
-        settings += [MismatchSettings(dtype="bfloat16"), MismatchSettings(dtype="int8"), *(MismatchSettings(noise=noise) for noise in options.noise)]
+        settings += [SimulateMismatchConfig(dtype="bfloat16"), SimulateMismatchConfig(dtype="int8")]
+        settings += [SimulateMismatchConfig(noise=noise) for noise in options.noise]
     rows = [gap(setup, one) for one in settings]
     report(f"rollout against training log-probs, trainer in float32, {options.model}", rows, options.json)
 

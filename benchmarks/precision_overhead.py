@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from common import Setup, parser, report
+from pellucid.agents.single_turn import sample_rollouts
 from pellucid.config.schema.profiler import GlobalToolConfig, PrecisionDebuggerConfig
-from pellucid.profiler.probe import NO_PROBE
-from pellucid.profiler.process import ProcessProfiler
-from pellucid.profiler.request import ProcessRequest, RoleRequest
-from pellucid.profiler.spans import SpanRecorder
-from pellucid.rollout.protocol import SamplingParams
-from pellucid.stages import Stage
+from pellucid.observe.process import ProcessProfiler
+from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.spans import SpanRecorder
+from pellucid.rollout.requests import SamplingParams
+from pellucid.stages import NO_PROBE, Stage
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.protocol import TokenScores
@@ -57,7 +57,7 @@ class Stages:
         self._setup, self._step = setup, 0
         params = SamplingParams(n=SAMPLES, max_tokens=RESPONSE_TOKENS, ignore_eos=True)
         engine = setup.rollout_engine(num_prompts * SAMPLES)
-        rollouts = engine.generate(setup.prompts[:num_prompts], params, stream=("rollout", 1))
+        rollouts = sample_rollouts(engine, setup.prompts[:num_prompts], params, stream=("rollout", 1))
         self._sequences = [
             TokenSequence(rollout.prompt.token_ids, rollout.token_ids, index // SAMPLES, f"sample {index}", f"prompt {index // SAMPLES}")
             for index, rollout in enumerate(rollouts)
@@ -87,7 +87,6 @@ class Stages:
         sequences, engine = self._sequences, self._setup.engine
 
         def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
-            assert scores.logp is not None
             return -scores.logp.sum() / (len(sequences) * RESPONSE_TOKENS)
 
         if stage is Stage.ACTOR_UPDATE:

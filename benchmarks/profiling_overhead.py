@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from common import Setup, parser, report
-from pellucid.profiler.probe import NO_PROBE, TokenSpans
-from pellucid.profiler.process import ProcessProfiler
-from pellucid.profiler.request import ProcessRequest, RoleRequest
-from pellucid.profiler.spans import SpanRecorder
-from pellucid.profiler.window import Window
-from pellucid.rollout.protocol import SamplingParams
-from pellucid.stages import Stage, Unit
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.observe.process import ProcessProfiler
+from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.spans import SpanRecorder
+from pellucid.observe.window import Window
+from pellucid.rollout.requests import SamplingParams
+from pellucid.stages import NO_PROBE, Stage, TokenSpans, Unit
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.protocol import TokenScores
@@ -69,12 +69,11 @@ class Step:
         engine, head = self._setup.engine, LogProbHead(1.0, with_entropy=True)
 
         def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
-            assert scores.logp is not None
             return -scores.logp.sum() / (len(sequences) * RESPONSE_TOKENS)
 
         with _enter(profiler, Stage.ROLLOUT_GENERATE, self._number):
             params = SamplingParams(n=SAMPLES, max_tokens=RESPONSE_TOKENS, ignore_eos=True)
-            rollouts = self._rollout.generate(self._prompts, params, stream=("rollout", 1))
+            rollouts = sample_rollouts(self._rollout, self._prompts, params, stream=("rollout", 1))
         sequences = [
             TokenSequence(rollout.prompt.token_ids, rollout.token_ids, index // SAMPLES) for index, rollout in enumerate(rollouts)
         ]

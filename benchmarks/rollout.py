@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 from common import Setup, gemm_gflops, parser, report, run_peer
-from pellucid.rollout.protocol import SamplingParams
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.rollout.requests import SamplingParams
 
 
 def measure(setup: Setup, num_sequences: int, new_tokens: int, repeats: int, vllm_python: str | None) -> list[dict]:
@@ -18,12 +19,12 @@ def measure(setup: Setup, num_sequences: int, new_tokens: int, repeats: int, vll
     rows = [{"system": "arithmetic limit", "sequences": num_sequences, "tok_per_s": limit, "gemm_gflops": peak}]
     engine, seconds, tokens = setup.rollout_engine(num_sequences), [], 0
     params = SamplingParams(n=num_sequences // len(setup.prompts), max_tokens=new_tokens, ignore_eos=True)
-    engine.generate(setup.prompts, SamplingParams(n=params.n, max_tokens=2, ignore_eos=True), stream=("warm-up",))
+    sample_rollouts(engine, setup.prompts, SamplingParams(n=params.n, max_tokens=2, ignore_eos=True), stream=("warm-up",))
     import time
 
     for repeat in range(repeats):
         start = time.perf_counter()
-        rollouts = engine.generate(setup.prompts, params, stream=("bench", repeat))
+        rollouts = sample_rollouts(engine, setup.prompts, params, stream=("bench", repeat))
         seconds.append(time.perf_counter() - start)
         tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     rows.append({"system": "pellucid native", "sequences": num_sequences, "tok_per_s": tokens / min(seconds)})

@@ -12,16 +12,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
 import yaml
 from rich.progress import track
 
 from common import report
-from pellucid.metrics.plots import plot_bands, plot_runs, training_minutes
+from pellucid.metrics.plots import COLOURS, new_figure, plot_runs, save_figure, training_minutes
 from pellucid.metrics.trackers import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +39,41 @@ def train(recipe: str, overrides: list[str], seed: int, folder: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.stderr.write(f"{folder.name} seed {seed} ended with status {done.returncode}; see {folder.with_suffix('.log')}\n")
+
+
+def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Path) -> None:
+    """Draw one metric of several variants over steps: each variant's mean over its runs, with a band of 95% confidence.
+
+    The band is Student's t interval of the mean over runs; with one run there is only the line. A run that stopped
+    early counts as long as it ran.
+    """
+    figure, axes = new_figure(1)
+    for index, (label, files) in enumerate(variants.items()):
+        colour, dashes = COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]
+        by_step: dict[int, list[float]] = {}
+        for rows in map(read_metrics, files):
+            for row in rows:
+                if row.get(metric) is not None:
+                    by_step.setdefault(row["step"], []).append(row[metric])
+        steps = sorted(by_step)
+        means = np.array([np.mean(by_step[step]) for step in steps])
+        half = np.array([_t_interval(by_step[step]) for step in steps])
+        axes[0].plot(steps, means, color=colour, linestyle=dashes, linewidth=1.6, label=f"{label} {means[-1]:.3g}")
+        axes[0].fill_between(steps, means - half, means + half, color=colour, alpha=0.7 / (4 + len(variants)), linewidth=0)
+    axes[0].set(title=f"{metric}: mean over runs, 95% confidence", xlabel="step")
+    save_figure(figure, axes, path_png)
+
+
+# Two-sided 97.5% quantiles of Student's t with 1, 2, … degrees of freedom.
+_T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def _t_interval(values: list[float]) -> float:
+    """Return half the width of the 95% confidence interval of the mean of `values`."""
+    if len(values) < 2:
+        return 0.0
+    quantile = _T_QUANTILES[len(values) - 2] if len(values) - 2 < len(_T_QUANTILES) else 1.96
+    return quantile * stdev(values) / len(values) ** 0.5
 
 
 def first_step(lines: list[dict[str, Any]], threshold: float) -> str:

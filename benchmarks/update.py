@@ -31,7 +31,6 @@ def sequences(num: int, group_size: int) -> list[TokenSequence]:
 def pellucid_update(setup: Setup, batch: list[TokenSequence]) -> None:
     """One optimizer step on a policy-gradient loss."""
     def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
-        assert scores.logp is not None
         return -scores.logp.sum() / (len(batch) * RESPONSE_TOKENS)
 
     setup.engine.train_mini_batch(batch, LogProbHead(1.0, with_entropy=True), loss)

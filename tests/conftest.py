@@ -1,11 +1,17 @@
 """Tests run side by side on the cores (`make test`): one thread for each process, as the models are tiny, and long files first."""
 
+import multiprocessing.process
 import os
+import sys
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+FAST_FOLDERS = {"unit", "contract"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -21,3 +27,54 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         num_slow[groups[item]] += item.get_closest_marker("slow") is not None
     # Long ones first, as the last of the workers is not to begin with one.
     items.sort(key=lambda item: (groups[item] != "ray", -num_slow[groups[item]], "integration" not in item.path.parts))
+
+
+class ProcessGuard:
+    """Fails a test of the fast folders that starts a Python process or forks and is not marked so.
+
+    `make test-fast` would not stay fast otherwise. Small programs such as git do no harm.
+    """
+
+    def __init__(self) -> None:
+        self.item: pytest.Item | None = None
+        """The test under way, where it may start none."""
+        sys.addaudithook(self._hear)
+        plain = multiprocessing.process.BaseProcess.start
+
+        def start(process: Any) -> None:
+            self._refuse()
+            plain(process)
+
+        multiprocessing.process.BaseProcess.start = start
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        python = event == "subprocess.Popen" and "python" in Path(str(arguments[0])).name
+        if python or event == "os.fork":
+            self._refuse()
+
+    def _refuse(self) -> None:
+        if self.item is not None:
+            item, self.item = self.item, None
+            pytest.fail(f"{item.nodeid} starts a process: mark it with pytest.mark.processes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Guard the fast folders where only they are run."""
+    if "not processes" in config.option.markexpr:
+        config.stash[GUARD] = ProcessGuard()
+
+
+GUARD = pytest.StashKey[ProcessGuard]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    """Let the guard know which test runs."""
+    guard = item.config.stash.get(GUARD, None)
+    if guard is not None and FAST_FOLDERS & set(item.path.parts):
+        guard.item = item
+    try:
+        return (yield)
+    finally:
+        if guard is not None:
+            guard.item = None

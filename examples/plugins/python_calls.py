@@ -7,7 +7,7 @@ import cProfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from pellucid.profiler.tools import Capture, ToolSettings
+from pellucid.observe.tools import Capture, ToolSettings
 
 
 class PythonCalls:

@@ -12,6 +12,6 @@ from pellucid.algo.policy_loss import LossInputs
 def spo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the [B, T] loss −Aρ + |A|/(2ε) (ρ − 1)², with ε = clip_ratio_high, and the mean |ρ − 1|."""
     ratio = (inputs.logp - inputs.old_logp).clamp(-20.0, 20.0).exp()
-    penalty = inputs.advantages.abs() / (2 * inputs.settings.clip_high) * (ratio - 1).square()
+    penalty = inputs.advantages.abs() / (2 * inputs.config.clip_ratio_high) * (ratio - 1).square()
     distance = masked_mean((ratio - 1).abs(), inputs.mask).detach()
     return penalty - inputs.advantages * ratio, {"plugin/ratio_distance": distance}

@@ -1,6 +1,7 @@
 """The one place console output goes through: two shared rich consoles, their log file, and notices printed once a run.
 
-Commands and the loop print through `console`; libraries log. Progress bars are made by `progress()` so that all look alike.
+Commands and the loop print through `console`; libraries log. Progress bars are made by `progress()`, so that all look
+alike.
 """
 
 import io
@@ -27,7 +28,7 @@ class _LoggedConsole(Console):
     """A console whose output the log gets too, save for what only moves the cursor or redraws a progress bar."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """See `rich.console.Console.print`."""
+        """Print to the terminal, and to the log where there is one."""
         super().print(*objects, **options)
         if not any(isinstance(item, Control | NewLine) for item in objects):
             _log.print(*objects, **options)
@@ -41,9 +42,9 @@ _said: set[str] = set()
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Append to `path` what this process has printed and prints until the block ends, below a line with time and command.
+    """Append to `path` a line with time and command, and what the process has printed and prints until the block ends.
 
-    An exception that ends the block is added, with its traceback unless it is the user's mistake: whoever prints it does so
+    An exception that ends the block is added, with its traceback unless it is the user's mistake, because it is printed
     after the block.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

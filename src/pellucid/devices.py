@@ -38,7 +38,7 @@ def choose_device(name: str) -> torch.device:
 
 
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-"""Environment of processes that train in another thread than the main one: `keep_freed_memory` acts on the main arena alone."""
+"""Environment of processes that train outside the main thread: `keep_freed_memory` acts on the main arena alone."""
 
 
 def count(kind: str) -> int:
@@ -50,8 +50,8 @@ def count(kind: str) -> int:
 def keep_freed_memory() -> None:
     """Tell glibc's allocator to reuse freed memory rather than hand it back to the kernel; nothing elsewhere.
 
-    A training pass on CPU frees and allocates the same tens of megabytes thousands of times. By default each such block is
-    a fresh mapping whose pages the kernel zeroes again: measured, a fifth to a third of an update's time.
+    A training pass on CPU frees and allocates the same tens of megabytes thousands of times. By default each such block
+    is a fresh mapping whose pages the kernel zeroes again: measured, a fifth to a third of an update's time.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -78,7 +78,7 @@ def memory_gb(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         used["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
     elif device.type == "npu":
-        used["perf/max_memory_allocated_gb"] = torch.npu.max_memory_allocated(device) / 2**30  # pyright: ignore[reportAttributeAccessIssue]
+        used["perf/max_memory_allocated_gb"] = torch.npu.max_memory_allocated(device) / 2**30  # pyright: ignore
     return used
 
 
@@ -90,7 +90,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         known = [peak for fragment, peak in _KNOWN_PEAKS.items() if fragment in name]
         if known:
             return known[0]
-    return measure_gemm_flops(device, dtype)
+    # On a processor 1024 gives within 2% what 2048 gives, in an eighth of the time.
+    return measure_gemm_flops(device, dtype, size=1024 if device.type == "cpu" else 2048)
 
 
 def measure_gemm_flops(device: torch.device, dtype: torch.dtype, *, size: int = 2048, repeats: int = 5) -> float:

@@ -1,10 +1,23 @@
-"""The one exception type for mistakes a user can mend, and the nearest-name search its messages use.
+"""The exceptions that the command line prints as one message, and the nearest-name search their texts use.
 
-Every room raises `UserError`; the command line prints it as field, reason and remedy and exits with status 2.
+Every room raises `UserError` for a mistake that the user can mend (status 2), and `RunFailedError` for what ends a run
+although its input is right (status 1). Engines and the NaN sentinel raise `NonFiniteError` (status 1): the run saves
+what the stage worked on.
 """
+
+from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pellucid.types import MiniBatch
+
+UPDATED_WEIGHTS = "norm of the updated weights"
+"""The quantity that is not finite where an optimizer step itself spoiled the weights."""
 
 
 class UserError(ValueError):
@@ -20,7 +33,7 @@ class UserError(ValueError):
         self.field, self.reason, self.remedy = field, reason, remedy
         super().__init__(f"{field}: {reason}" + (f" {remedy}" if remedy else ""))
 
-    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
         return UserError, (self.field, self.reason, self.remedy)
 
 
@@ -33,6 +46,37 @@ class MissingExtraError(UserError):
             f"needs the package '{package}', which is not installed.",
             f"Install it with: pip install 'pellucid[{extra}]'",
         )
+
+
+class RunFailedError(RuntimeError):
+    """A run cannot go on although its input is right; the message says why, and the run's log has the traceback."""
+
+
+class NonFiniteError(RuntimeError):
+    """NaN or Inf in a loss, gradient, weight, logit or a module's output: which quantity, and the rows it was found in.
+
+    Args:
+        quantity: what is not finite.
+        value: NaN or Inf.
+        rows: of the batch, or of the mini-batch until a role counts them in the batch.
+        mini_batch: which rows were trained on, in an update.
+    """
+
+    def __init__(self, quantity: str, value: float, rows: list[int], mini_batch: MiniBatch | None = None) -> None:
+        super().__init__(quantity, value, rows)
+        self.quantity, self.value, self.rows, self.mini_batch = quantity, value, rows, mini_batch
+        self.origin = ""
+        """A sentence that says where it began, once a replay has shown that."""
+        self.folder: Path | None = None
+        """The folder that holds what it was computed from, once that is saved."""
+
+    def __str__(self) -> str:
+        at = f" at samples {self.rows[:8]}{'…' if len(self.rows) > 8 else ''}" if self.rows else ""
+        origin = f". {self.origin.removesuffix('.')}" if self.origin else ""
+        return f"{self.quantity} is {self.value}{at}{origin}"
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[Any, ...]]:
+        return NonFiniteError, (self.quantity, self.value, self.rows, self.mini_batch)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

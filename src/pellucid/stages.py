@@ -1,9 +1,20 @@
 """The names of a step's parts: stages, the roles they belong to, and the units of work that they are made of.
 
-Spans, timing metrics, profiler captures, precision stages and the watchdog all use these; the config's rules read the tables.
+Spans, timing metrics, profiler captures, precision stages and the watchdog all use these; the config's rules read the
+tables.
+Engines announce units of work to a `Probe`, `NO_PROBE` where nobody listens; observers attach from outside.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:  # what only names stages does without torch
+    import torch
 
 
 class Stage(StrEnum):
@@ -31,6 +42,8 @@ class Unit(StrEnum):
     """One forward pass, and in an update its backward pass."""
     MINI_BATCH = "mini_batch"
     """All micro-batches of an optimizer step, and the step itself."""
+    OPTIMIZER_STEP = "optimizer_step"
+    """The part of a mini-batch that moves the weights; gradients are complete when it begins, and not yet clipped."""
     DECODE_STEP = "decode_step"
     """One token for every row that is being sampled."""
 
@@ -47,7 +60,7 @@ ROLE_OF: dict[Stage, str] = {
     Stage.ADVANTAGE: "controller",
     Stage.CORRECTION: "controller",
 }
-"""Whose profiler settings a stage follows. The others (weight sync, validation, checkpoints) show in whole-step captures."""
+"""Whose profiler settings a stage follows; weight sync, validation and checkpoints show in whole-step captures."""
 
 UNITS_OF: dict[Stage, tuple[Unit, ...]] = {
     Stage.ROLLOUT_GENERATE: (Unit.DECODE_STEP,),
@@ -64,3 +77,113 @@ UNITS_OF: dict[Stage, tuple[Unit, ...]] = {
 def stages_of(role: str) -> tuple[Stage, ...]:
     """Return the stages that follow a role's profiler settings, in the order of a step."""
     return tuple(stage for stage in Stage if ROLE_OF.get(stage) == role)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Neighbouring tokens of one pass through a model that belong to one sample."""
+
+    sample: str
+    """Of a response `<uid> sample <n>`; of a prompt, which its group may share, `<uid>`."""
+    part: Literal["prompt", "response"]
+    start: int
+    """Where they lie on the pass's flattened token axis."""
+    length: int
+    position: int
+    """Of the first within its sequence, prompt and response together."""
+    sampled: Sequence[bool] | None = None
+    """Which tokens of a response the pass predicts, its last one included; None: all of them."""
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a module or parameter without what FSDP, the first, puts into it."""
+    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
+
+
+PREFILL = "prefill"
+"""What a pass over prompts alone is called."""
+TokenSpans = Callable[[], list[TokenSpan]]
+"""The spans of a pass in order of `start`, made only where somebody asks for them."""
+
+
+class Probe(Protocol):
+    """Hears of units of work."""
+
+    def unit(
+        self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float
+    ) -> AbstractContextManager[object]:
+        """Return a context round one unit of work.
+
+        Args:
+            unit: which.
+            spans: whose tokens it holds, where it is one pass through a model.
+            args: what is in it, for people, e.g. `rows=4, tokens=512`.
+        """
+        ...
+
+    def forward_pass(self, spans: TokenSpans) -> AbstractContextManager[object]:
+        """Return a context round a pass through a model that is no unit of its own: a prefill."""
+        ...
+
+    def results(self, **tensors: torch.Tensor | None) -> None:
+        """Hear what an output head, which is no module, made of a pass: `logp`, `entropy`, `values` [M] of its tokens.
+
+        Called while the weights of the head are there, however they are sharded.
+        """
+        ...
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Hear a micro-batch's loss, a scalar, before its backward pass begins."""
+        ...
+
+
+class _NoProbe:
+    def unit(
+        self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float
+    ) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def forward_pass(self, spans: TokenSpans) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def results(self, **tensors: torch.Tensor | None) -> None:
+        return
+
+    def loss(self, value: torch.Tensor) -> None:
+        return
+
+
+NO_PROBE: Probe = _NoProbe()
+
+
+class Probes:
+    """Several probes as one; they hear of everything in the order given."""
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self.probes = probes
+
+    @contextmanager
+    def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
+        """Let every probe enclose a unit of work."""
+        with ExitStack() as entered:
+            for probe in self.probes:
+                entered.enter_context(probe.unit(unit, spans, **args))
+            yield
+
+    @contextmanager
+    def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
+        """Let every probe enclose a pass that is no unit of its own."""
+        with ExitStack() as entered:
+            for probe in self.probes:
+                entered.enter_context(probe.forward_pass(spans))
+            yield
+
+    def results(self, **tensors: torch.Tensor | None) -> None:
+        """Tell every probe of a head's results."""
+        for probe in self.probes:
+            probe.results(**tensors)
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Tell every probe of a loss."""
+        for probe in self.probes:
+            probe.loss(value)

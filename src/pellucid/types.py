@@ -1,27 +1,38 @@
-"""The payloads that travel between rooms: `Prompt` (data), `Rollout` (engine and reward), `Batch` (training).
+"""The payloads that travel between rooms. Each stage hands on a type of its own, and each field has one writer.
 
-Worked example, one group of two samples for the prompt "2+3=" (ids 5 14 6 16), the answer digit 8, end-of-text 1:
+    Prompt ─► Rollout ─► Score ─► Samples ─► Experience ─► TrainBatch
+    data      agent      reward   produce    learn: log-probs,  learn: advantages,
+                                             values             correction
+
+Worked example, one group of two samples for the prompt "2+3=" (ids 5 14 6 16), the answer digit 8, end-of-text 1; the
+second one called a calculator, whose answer (ids 7 7) was given to it:
 
     prompt   = Prompt(uid="arithmetic:train:7", token_ids=[5, 14, 6, 16], text="2+3=", task="arithmetic", answer="5")
-    rollouts = [Rollout(prompt, sample=0, token_ids=[8, 1], logprobs=[-0.2, -0.01], versions=[3, 3], finish_reason="stop"),
-                Rollout(prompt, sample=1, token_ids=[9, 4, 1], logprobs=[-1.9, -2.3, -0.4], versions=[3, 3, 3], ...)]
-    batch    = Batch.from_rollouts(rollouts)     # B = 2, T = 3
-    batch.mask          == [[1, 1, 0], [1, 1, 1]]
-    batch.rollout_logp  == [[-0.2, -0.01, 0], [-1.9, -2.3, -0.4]]
+    rollouts = [Rollout.single_turn(prompt, 0, [8, 1], [-0.2, -0.01], [3, 3], "stop", "5"),
+                Rollout(prompt, 1, token_ids=[9, 7, 7, 1], sampled=[True, False, False, True], logprobs=[-1.9, 0, 0,
+                -0.4],
+                        versions=[3, -1, -1, 3], turns=(Turn(0, 1, "stop"), Turn(3, 4, "stop")), finish_reason="stop",
+                        text="…")]
+    samples  = Samples.pad(rollouts, [Score(1.0), Score(0.0)])     # B = 2, T = 4
+    samples.mask          == [[1, 1, 0, 0], [1, 0, 0, 1]]
+    samples.rollout_logp  == [[-0.2, -0.01, 0, 0], [-1.9, 0, 0, -0.4]]
 
-Shapes: B samples, T response tokens (right-padded). Padding is 0 in every float tensor and False in `mask`.
+Shapes: B samples, T tokens after the prompt (right-padded). Padding and given tokens are 0 in every float tensor and
+False in every mask.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
     import torch
 
 FailureKind = Literal["exception", "timeout", "wrong_type"]
+FinishReason = Literal["stop", "length", "max_turns", "tool_failed", "aborted"]
 
 
 @dataclass(slots=True)
@@ -44,7 +55,74 @@ class Prompt:
     """The row's other columns, handed to the reward function."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request to the rollout engine and its answer, as part of a trajectory."""
+
+    start: int
+    """Index of the turn's first sampled token in the trajectory's `token_ids`."""
+    end: int
+    """Index after its last one."""
+    finish_reason: FinishReason
+    seconds: float = field(default=0.0, compare=False)
+    """Wall time from request to answer."""
+    tool_calls: tuple[str, ...] = ()
+    """Names of the tools that the turn called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One trajectory exactly as it happened: what the policy sampled, and what tools or users gave in between.
+
+    Token ids are never made from text again. All sequences are [L] over everything after the prompt; those that come
+    from other processes are views of shared memory.
+    """
+
+    prompt: Prompt
+    sample: int
+    """Index within the group, 0 … n−1."""
+    token_ids: Sequence[int]
+    """[L] sampled and given ids in order, the end-of-text id included where it was sampled."""
+    sampled: Sequence[bool]
+    """[L] True where the policy drew the token: the loss mask."""
+    logprobs: Sequence[float]
+    """[L] log-probability of each sampled id under the sampling policy (temperature-scaled); 0 where given."""
+    versions: Sequence[int]
+    """[L] version of the weights that drew each token (0 before the first update); −1 where given."""
+    turns: tuple[Turn, ...]
+    finish_reason: FinishReason
+    text: str = ""
+    """Decoded response without special tokens."""
+
+    @classmethod
+    def single_turn(
+        cls,
+        prompt: Prompt,
+        sample: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        finish_reason: FinishReason,
+        text: str = "",
+        seconds: float = 0.0,
+    ) -> Rollout:
+        """Return the trajectory of one answer, of which every token was sampled."""
+        turns = (Turn(0, len(token_ids), finish_reason, seconds),)
+        sampled = memoryview(b"\x01" * len(token_ids)).cast("?")  # a byte a token, where a list would take eight
+        return cls(prompt, sample, token_ids, sampled, logprobs, versions, turns, finish_reason, text)
+
+    @property
+    def name(self) -> str:
+        """What people call the sample."""
+        return f"{self.prompt.uid} sample {self.sample}"
+
+    @property
+    def num_sampled(self) -> int:
+        """Return the number of sampled tokens: the length of the response wherever lengths are counted."""
+        return sum(turn.end - turn.start for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
 class RewardFailure:
     """A reward call that broke twice; the sample is masked out of training, never scored as zero."""
 
@@ -52,111 +130,140 @@ class RewardFailure:
     message: str
 
 
-@dataclass(slots=True)
-class Rollout:
-    """One sampled response, exactly as sampled (ids are never re-tokenised from text)."""
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the reward made of a rollout."""
 
-    prompt: Prompt
-    sample: int
-    """Index within the group, 0 … n−1."""
-    token_ids: Sequence[int]
-    """[L] sampled ids, the end-of-text id included when it was sampled; from other processes a view of shared memory."""
-    logprobs: Sequence[float]
-    """[L] log-probability of each sampled id under the sampling policy: temperature-scaled, full vocabulary."""
-    versions: Sequence[int]
-    """[L] version of the policy weights that produced each token (0 before the first update)."""
-    finish_reason: Literal["stop", "length"]
-    text: str = ""
-    """Decoded response without special tokens."""
-    reward: float | None = None
-    """Outcome reward; None before scoring or after a failure."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    """Named components and extra numbers the reward function returned."""
+    reward: float | None
+    """Outcome reward; None after a failure."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named components and extra numbers that the reward function returned."""
     failure: RewardFailure | None = None
-    training_logprobs: Sequence[float] | None = None
-    """[L] log-probability of the same ids under the training engine's policy."""
-    mask: Sequence[bool] | None = None
-    """[L] whether the token was trained on, after failures and rejection; None before the update."""
-    correction_weights: Sequence[float] | None = None
-    """[L] weight of each token in the policy loss, where rollout correction was applied."""
 
 
-@dataclass(slots=True)
-class Batch:
-    """B samples as right-padded [B, T] tensors, plus the ragged rollouts they came from."""
+@dataclass(frozen=True)
+class Samples:
+    """B scored rollouts as right-padded [B, T] tensors: what `produce` hands to `learn`."""
 
     rollouts: list[Rollout]
+    scores: list[Score]
     mask: torch.Tensor
-    """[B, T] bool, True where a response token trains; a failed sample's row is all False."""
+    """[B, T] bool, True at sampled tokens; the row of a sample whose reward failed is all False."""
     rollout_logp: torch.Tensor
     """[B, T] float32 log-probs of the rollout policy."""
     token_rewards: torch.Tensor
-    """[B, T] float32; an outcome reward sits on the sample's last token."""
+    """[B, T] float32; an outcome reward sits on the sample's last sampled token."""
     group: torch.Tensor
     """[B] int64 index of the sample's prompt within the batch."""
-    old_logp: torch.Tensor | None = None
-    """[B, T] float32 log-probs of the training policy before the update; None when the update's own forward supplies them."""
-    training_logp: torch.Tensor | None = None
-    """[B, T] float32 log-probs just before a row's first update, where `old_logp` is the rollout policy's (bypass mode)."""
-    ref_logp: torch.Tensor | None = None
-    """[B, T] float32 log-probs of the frozen reference; None without a KL term that samples."""
-    exact_kl: torch.Tensor | None = None
-    """[B, T] float32 exact KL from the reference's distribution; None unless the reward is penalised by it."""
-    values: torch.Tensor | None = None
-    """[B, T] float32 the critic's value of the state before each token; None without a critic."""
     greedy_scores: torch.Tensor | None = None
-    """[B] float32 reward of the greedy response to the sample's prompt; None unless the estimator needs it (ReMax)."""
+    """[B] float32 reward of the greedy answer to the sample's prompt; None where the estimator needs none."""
     reward_components: torch.Tensor | None = None
-    """[B, K] float32 named parts of the reward; None unless the estimator needs them (GDPO)."""
-    correction_weights: torch.Tensor | None = None
-    """[B, T] float32 rollout-correction weights of the policy loss; None where no correction is applied."""
-    advantages: torch.Tensor | None = None
-    """[B, T] float32."""
-    returns: torch.Tensor | None = None
-    """[B, T] float32."""
+    """[B, K] float32 named parts of the reward; None where the estimator needs none."""
 
     @classmethod
-    def from_rollouts(cls, rollouts: list[Rollout]) -> Batch:
-        """Pad `rollouts` to [B, T]; rows whose reward failed are masked out."""
+    def pad(cls, rollouts: list[Rollout], scores: list[Score], **baselines: torch.Tensor | None) -> Samples:
+        """Pad `rollouts` to [B, T]; rows whose reward failed are masked out.
+
+        Args:
+            rollouts: the samples, group by group.
+            scores: one a rollout.
+            baselines: `greedy_scores` and `reward_components`, where the advantage estimator needs them.
+        """
         import torch
 
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         shape = (len(rollouts), max(lengths, default=0))
         mask, logp, rewards = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape), torch.zeros(shape)
-        logp_BT = logp.numpy()  # the same memory: lists and views of other memory are copied into it once
+        # The same memory: lists and views of other memory are copied into it once.
+        logp_BT, mask_BT = logp.numpy(), mask.numpy()
         group_of: dict[str, int] = {}
         group = torch.tensor([group_of.setdefault(rollout.prompt.uid, len(group_of)) for rollout in rollouts])
-        for row, (rollout, length) in enumerate(zip(rollouts, lengths)):
+        for row, (rollout, score, length) in enumerate(zip(rollouts, scores, lengths)):
             logp_BT[row, :length] = rollout.logprobs
-            if rollout.failure is None and length:
-                mask[row, :length] = True
-                rewards[row, length - 1] = rollout.reward or 0.0
-        return cls(rollouts, mask, logp, rewards, group)
+            if score.failure is None and rollout.num_sampled:
+                mask_BT[row, :length] = rollout.sampled
+                rewards[row, max(turn.end for turn in rollout.turns) - 1] = score.reward or 0.0
+        return cls(rollouts, scores, mask, logp, rewards, group, **baselines)
 
     def __len__(self) -> int:
         return len(self.rollouts)
 
-    def select(self, rows: list[int]) -> Batch:
+    @property
+    def sampled(self) -> torch.Tensor:
+        """Return [B, T] bool, True at every sampled token, failed samples included."""
+        import torch
+
+        sampled = torch.zeros_like(self.mask)
+        sampled_BT = sampled.numpy()
+        for row, rollout in enumerate(self.rollouts):
+            sampled_BT[row, : len(rollout.token_ids)] = rollout.sampled
+        return sampled
+
+    def select(self, rows: list[int]) -> Self:
         """Return the batch of the given rows, in that order, with T unchanged."""
         index = self.group.new_tensor(rows)
-        picked = dict.fromkeys(_OPTIONAL_TENSORS) | {name: tensor[index] for name, tensor in self.tensors().items()}
-        return Batch(rollouts=[self.rollouts[row] for row in rows], **picked)  # pyright: ignore[reportArgumentType]
+        lists = {name: [getattr(self, name)[row] for row in rows] for name in ("rollouts", "scores")}
+        return dataclasses.replace(self, **lists, **{name: tensor[index] for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are set, by field name; the first dimension of each is B."""
-        return {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
+        import torch
+
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
 
-_OPTIONAL_TENSORS = (
-    "old_logp",
-    "training_logp",
-    "ref_logp",
-    "exact_kl",
-    "values",
-    "greedy_scores",
-    "reward_components",
-    "correction_weights",
-    "advantages",
-    "returns",
-)
-_TENSORS = ("mask", "rollout_logp", "token_rewards", "group", *_OPTIONAL_TENSORS)
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One optimizer step's part of a batch."""
+
+    rows: list[int]
+    """Its rows of the batch."""
+    number: int
+    """How many mini-batches of the update came before it."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """What a policy makes of the tokens of a batch."""
+
+    logp: torch.Tensor
+    """[B, T] float32 log-probability of each token."""
+    exact_kl: torch.Tensor | None = None
+    """[B, T] float32 exact KL from the reference's distribution; None unless asked for."""
+
+
+@dataclass(frozen=True)
+class Experience(Samples):
+    """Samples with what the training side makes of them before any update."""
+
+    old_logp: torch.Tensor | None = None
+    """[B, T] float32 log-probs of the old policy; None: the update's own forward pass is the old policy."""
+    ref_logp: torch.Tensor | None = None
+    """[B, T] float32 log-probs of the frozen reference; None without a KL term that samples."""
+    reward_kl: torch.Tensor | None = None
+    """[B, T] float32 KL that the rewards are penalised by; None without such a penalty."""
+    values: torch.Tensor | None = None
+    """[B, T] float32 the critic's value of the state before each token; None without a critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch(Experience):
+    """Experience with what the losses train on."""
+
+    advantages: torch.Tensor
+    """[B, T] float32."""
+    returns: torch.Tensor
+    """[B, T] float32."""
+    loss_mask: torch.Tensor
+    """[B, T] bool: `mask` without what the correction rejected."""
+    correction_weights: torch.Tensor | None = None
+    """[B, T] float32 rollout-correction weights of the policy loss; None where no correction is applied."""
+
+
+@dataclass(frozen=True)
+class ActorUpdate:
+    """What an update of the policy gives back."""
+
+    metrics: dict[str, float]
+    training_logp: torch.Tensor | None
+    """[B, T] float32 log-probs just before a row's first update, NaN in rows that were not trained on."""

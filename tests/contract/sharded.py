@@ -1,5 +1,6 @@
 """What each rank runs in `test_sharded_engine.py`, and the same in one process: functions of plain arguments to plain results."""
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +11,15 @@ from tiny import CPU, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
 from pellucid.config.schema.profiler import GlobalToolConfig, PrecisionDebuggerConfig
-from pellucid.errors import UserError
-from pellucid.profiler.process import ProcessProfiler
-from pellucid.profiler.request import ProcessRequest, RoleRequest
-from pellucid.profiler.spans import SpanRecorder
+from pellucid.errors import NonFiniteError, UserError
+from pellucid.observe.process import ProcessProfiler
+from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.spans import SpanRecorder
+from pellucid.precision.finding import Finding
+from pellucid.precision.sentinel import Sentinel
+from pellucid.rollout.transports import load_buckets
 from pellucid.stages import Stage
-from pellucid.training.checkpoint import gather_into, gathered_state, gathered_tensors
+from pellucid.training.checkpoint import gathered_state, gathered_tensors
 from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.lora import add_lora, lora_layers, state_tensors
@@ -29,7 +33,7 @@ from pellucid.training.common.models import (
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.fsdp import FsdpEngine, MicroBatching, load_trained_weights
-from pellucid.training.protocol import NonFiniteError, TokenHead, TokenScores
+from pellucid.training.protocol import TokenHead, TokenScores
 from pellucid.training.sharding import Sharding, ShardingPlan
 
 TEMPERATURE = 0.8
@@ -70,8 +74,7 @@ def sequences(number: int = 8) -> list[TokenSequence]:
 
 def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
     """A loss in which every row has another weight: a row that lands at another's place shows."""
-    results = scores.logp if scores.values is None else scores.values
-    assert results is not None
+    results = scores.values if "values" in scores.results else scores.logp
     terms = results.square() - results
     if scores.kl is not None:
         terms = terms + 3 * scores.kl
@@ -168,8 +171,8 @@ def run_updates(setup: Setup, number: int = 3) -> Trace:
         numbers.append((result.loss, result.grad_norm, result.lr))
     scores.append(engine.forward(rows, head))
     assert engine.version == number
-    results = [one.values if one.logp is None else one.logp for one in scores]
-    return Trace(results, [one.kl for one in scores if one.kl is not None], numbers, state_of(engine))  # pyright: ignore[reportArgumentType]
+    results = [one.values if "values" in one.results else one.logp for one in scores]
+    return Trace(results, [one.kl for one in scores if one.kl is not None], numbers, state_of(engine))
 
 
 def local_bytes(setup: Setup) -> tuple[int, int]:
@@ -191,7 +194,6 @@ def run_broken(setup: Setup, where: Literal["loss", "gradient"]) -> Any:
     before = state_of(engine)
 
     def broken(rows: list[int], scores: TokenScores) -> torch.Tensor:
-        assert scores.logp is not None
         if 3 not in rows:
             return loss(rows, scores)
         if where == "loss":
@@ -304,8 +306,7 @@ def gather_copies(setup: Setup, folder: Path, updated: Path) -> list[State]:
     for trained in (False, True):
         if trained:
             engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
-        assert engine.sharding is not None
-        gather_into(engine.sharding, copy)
+        load_buckets(engine.weights(1000), model_tensors(copy), verify=True)
         copies.append({name: tensor.detach().clone() for name, tensor in state_tensors(copy).items()})
     engine.save(updated, WHOLE_STATE)
     return copies
@@ -356,10 +357,9 @@ def run_gathered(folder: Path) -> int:
     return run_captured(Setup(ShardingPlan("fsdp2")), folder, gather=True)
 
 
-def first_nan(setup: Setup, place: Literal["weight", "token", "gradient"]) -> tuple[str, int, str, list[str]]:
-    """Where the NaN sentinel says that the NaN of one rank's shard, of row 3 or of its gradient began: module, rank, direction, samples."""
+def first_nan(setup: Setup, place: Literal["weight", "token", "gradient"]) -> Finding | None:
+    """What this rank's NaN sentinel finds of a NaN in one rank's shard, in row 3 or in its gradient."""
     engine, rows = make_engine(setup), [replace(row, name=f"row {index}") for index, row in enumerate(sequences())]
-    engine.watch_for_nan(True)
     assert engine.sharding is not None
     last = engine.sharding.rank == engine.sharding.num_ranks - 1
     if place == "weight":
@@ -384,10 +384,17 @@ def first_nan(setup: Setup, place: Literal["weight", "token", "gradient"]) -> tu
             return plain(x)
 
         mlp.forward = spoiled
-    try:
-        engine.train_mini_batch(rows, LogProbHead(TEMPERATURE), loss)
-    except NonFiniteError as error:
-        found = error.finding
-        assert found is not None
-        return found.place, found.rank, found.direction, [tokens.sample for tokens in found.tokens]
-    raise AssertionError("nothing was found")
+    sentinel = engine._probe = Sentinel()
+    sentinel.modules_of = lambda stage: engine.modules if stage is Stage.ACTOR_UPDATE else ()
+
+    def update() -> bool:
+        with sentinel.watch(Stage.ACTOR_UPDATE):
+            engine.train_mini_batch(rows, LogProbHead(TEMPERATURE), loss)
+        return True
+
+    with contextlib.suppress(NonFiniteError):
+        assert not update(), "nothing was found"
+    sentinel.locate(Stage.ACTOR_UPDATE)
+    with contextlib.suppress(NonFiniteError):
+        assert not update(), "an update that is repeated moves no weights"
+    return sentinel.take_finding()

@@ -257,6 +257,7 @@ def test_importing_msprobe_does_not_look_like_tensorflow(model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_msprobe_compares_two_captures(model, tmp_path):
     capture([model], tmp_path)
     with torch.no_grad():
@@ -321,6 +322,6 @@ def test_without_msprobe_the_extra_is_named(monkeypatch):
 
 
 def test_what_msprobe_warns_of_is_logged(model, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "pellucid.profiler"):
+    with caplog.at_level(logging.WARNING, "pellucid.observe"):
         capture([model], tmp_path, statistics={"slice": []}, async_dump=True)
     assert "msprobe: async_dump is True" in caplog.text

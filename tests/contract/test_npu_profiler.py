@@ -16,10 +16,12 @@ from npu_stub import make_stub_package
 
 from pellucid.config.schema.profiler import GlobalToolConfig, NpuToolConfig, RoleToolConfig
 from pellucid.errors import UserError
-from pellucid.profiler.tools import tool_class
-from pellucid.profiler.tools.base import Capture, ToolSettings
-from pellucid.profiler.tools.npu import NpuTool, analyse
+from pellucid.observe.tools import tool_class
+from pellucid.observe.tools.base import Capture, ToolSettings
+from pellucid.observe.tools.npu import NpuTool, analyse
 from pellucid.stages import Stage
+
+pytestmark = pytest.mark.processes
 
 LEVELS = {
     "level_none": ("Level_none", "ACL_AICORE_NONE"),
@@ -28,7 +30,8 @@ LEVELS = {
     "level2": ("Level2", "ACL_AICORE_PIPE_UTILIZATION"),
 }
 CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
-SUBSETS = [list(chosen) for size in range(len(CONTENTS) + 1) for chosen in itertools.combinations(CONTENTS, size)]
+SUBSETS = [[], list(CONTENTS), *([name] for name in CONTENTS), *map(list, itertools.pairwise(CONTENTS)), ["npu", "memory", "stack"]]
+"""Each alone, neighbours together, none and all: what one of them asks for depends on no other."""
 ONE_CAPTURE = ["init", "start", "stop", "finalize"]
 
 
@@ -54,8 +57,8 @@ def compiled(torch_npu):
     return torch_npu._C._profiler
 
 
-def settings_of(contents=(), level="level0", *, analysis=False) -> ToolSettings:
-    options = NpuToolConfig(contents=list(contents), level=level, analysis=analysis)
+def settings_of(contents=(), level="level0", *, analysis=False, into="text") -> ToolSettings:
+    options = NpuToolConfig(contents=list(contents), level=level, analysis=into if analysis else "off")
     return ToolSettings(RoleToolConfig(npu=options), GlobalToolConfig(), device="cpu")
 
 
@@ -137,6 +140,13 @@ def test_level_and_analysis(compiled, tmp_path, capsys, level, analysis):
     assert list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.parametrize("into", ["text", "db"])
+def test_what_it_is_parsed_into_can_be_chosen(compiled, tmp_path, into):
+    folder = captured(npu_tool(analysis=True, into=into), capture_in(tmp_path), "actor_update")
+    kept = json.loads((folder / "profiler_info.json").read_text())["config"]["experimental_config"]["_export_type"]
+    assert kept == [into]
+
+
 @pytest.mark.parametrize("contents", SUBSETS, ids="+".join)
 def test_contents(compiled, tmp_path, contents):
     folder = captured(NpuTool(settings_of(contents)), capture_in(tmp_path), "actor_update")
@@ -167,7 +177,7 @@ def test_end_to_end_is_one_capture_with_a_range_for_each_stage(compiled, tmp_pat
     capture = capture_in(tmp_path, stage=None, role="policy", step=5, rank=3, num_ranks=8)
     folder = captured(npu_tool(analysis=True), capture, *stages)
     assert folder.parent == tmp_path
-    assert folder.name.startswith(f"policy_step_step5_rank3-of-8_pid{os.getpid()}_")
+    assert folder.name.startswith(f"policy_step5_rank3-of-8_pid{os.getpid()}_")
     assert folder.name.endswith("_ascend_pt")
     assert names_of(compiled) == ONE_CAPTURE
     events = trace_of(folder)

@@ -10,16 +10,17 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, CPU, tiny_model
 
+from pellucid.agents.single_turn import sample_rollouts
 from pellucid.config.schema.profiler import GlobalToolConfig, PrecisionDebuggerConfig
+from pellucid.observe.manifest import read_journals
+from pellucid.observe.process import ProcessProfiler, ProfilerError
+from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.spans import SpanRecorder
 from pellucid.precision.dump import StageDump, TensorStats, leaves
 from pellucid.precision.dump_files import find_dumps, read_dump
 from pellucid.precision.naming import entry_prefix, named_modules
-from pellucid.profiler.manifest import read_journals
-from pellucid.profiler.process import ProcessProfiler, ProfilerError
-from pellucid.profiler.request import ProcessRequest, RoleRequest
-from pellucid.profiler.spans import SpanRecorder
 from pellucid.rollout.native import NativeRolloutEngine
-from pellucid.rollout.protocol import SamplingParams
+from pellucid.rollout.requests import SamplingParams
 from pellucid.stages import Stage
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import BUILTIN_FOLDER, enable_gradient_checkpointing, load_tokenizer
@@ -75,7 +76,6 @@ class Bench:
 
 
 def loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
-    assert scores.logp is not None
     return -scores.logp.sum()
 
 
@@ -285,7 +285,7 @@ def test_a_rollout_has_a_pass_for_each_token(tmp_path: Path) -> None:
     )
     prompts = [Prompt("a", [5, 3, 9], text="", task=""), Prompt("b", [7, 7], text="", task="")]
     params = SamplingParams(n=2, max_tokens=4, ignore_eos=True)
-    bench.stage(Stage.ROLLOUT_GENERATE, lambda: engine.generate(prompts, params, stream=("rollout", 1)))
+    bench.stage(Stage.ROLLOUT_GENERATE, lambda: sample_rollouts(engine, prompts, params, stream=("rollout", 1)))
     [found] = find_dumps(tmp_path / "profile")
     dump = read_dump(found.folder)
     assert found.replica == 0 and not bench.said
@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_the_capture_out_and_the_update_alone(tmp_path: Path,
         bench.update()
         assert len(bench.said) == 1 and "are left on the disk" in bench.said[0] and bench.engine.version == 1
         assert not (mount / "profile").exists()
-        monkeypatch.setattr("pellucid.profiler.process.MIN_FREE_BYTES", 0)  # as where it fills up while the capture is written
+        monkeypatch.setattr("pellucid.observe.process.MIN_FREE_BYTES", 0)  # as where it fills up while the capture is written
         bench.update(2)
         assert len(bench.said) == 2 and "No space left on device" in bench.said[1] and bench.engine.version == 2
         assert not list((mount / "profile").rglob("dump.json")), "half a file under its final name"

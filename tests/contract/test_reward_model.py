@@ -60,7 +60,7 @@ def rollouts() -> list[Rollout]:
         prompt = Prompt(text, policy(text).input_ids, text, "t", messages=[{"role": "user", "content": text}])
         for sample, answer in enumerate(answers):
             ids = [*policy(answer).input_ids, EOS]
-            made.append(Rollout(prompt, sample, ids, [0.0] * len(ids), [0] * len(ids), "stop", text=answer))
+            made.append(Rollout.single_turn(prompt, sample, ids, [0.0] * len(ids), [0] * len(ids), "stop", text=answer))
     return made
 
 

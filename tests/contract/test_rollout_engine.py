@@ -3,6 +3,7 @@
 An engine joins by adding its constructor to `ENGINES`.
 """
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, CPU, EOS, VOCABULARY, plain_copy, tiny_model
 
-from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.errors import NonFiniteError, UserError
+from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.sampling import draw_tokens
-from pellucid.rollout.protocol import RolloutEngine, SamplingParams
+from pellucid.rollout.requests import (
+    Completion,
+    Request,
+    RolloutEngine,
+    SampleStream,
+    SamplingParams,
+    WeightUpdate,
+    generate_all,
+    run_sync,
+)
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
@@ -30,17 +42,19 @@ def trainer(name="llama", *, dtype=torch.float32) -> FsdpEngine:
     return FsdpEngine(tiny_model(name), None, MicroBatching(None, None), device=CPU, dtype=dtype)
 
 
-def _native(actor: FsdpEngine, *, max_num_seqs=256, max_num_batched_tokens=8192, seed=0) -> NativeRolloutEngine:
+def _native(policy, *, max_num_seqs=256, max_num_batched_tokens=8192, seed=0, **options) -> NativeRolloutEngine:
     return NativeRolloutEngine(
-        actor, TOKENIZER, [EOS], max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, seed=seed
+        policy,
+        TOKENIZER,
+        [EOS],
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        seed=seed,
+        **options,
     )
 
 
-def _mismatch_off(actor: FsdpEngine, *, seed=0, **options) -> RolloutEngine:
-    return MismatchedEngine(_native(actor, seed=seed, **options), MismatchSettings(), seed)
-
-
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": _native, "mismatch_off": _mismatch_off}
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": _native}
 
 
 @pytest.fixture(params=ENGINES)
@@ -80,7 +94,7 @@ SAMPLED = SamplingParams(n=4, max_tokens=20, temperature=0.9)
 def test_greedy_equals_transformers_generate(make_engine, architecture):
     actor, prompts = trainer(architecture), some_prompts()
     plain = plain_copy(architecture, actor.model)
-    rollouts = make_engine(actor, max_num_seqs=3).generate(prompts, GREEDY, stream=STREAM)
+    rollouts = sample_rollouts(make_engine(actor, max_num_seqs=3), prompts, GREEDY, stream=STREAM)
     lengths = set()
     for rollout in rollouts:
         start = torch.tensor([rollout.prompt.token_ids])
@@ -103,7 +117,7 @@ def test_greedy_equals_transformers_generate(make_engine, architecture):
 def test_log_probs_are_the_training_engines(make_engine, architecture, temperature):
     actor = trainer(architecture)
     params = SamplingParams(n=4, max_tokens=20, temperature=temperature)
-    rollouts = make_engine(actor, max_num_seqs=7).generate(some_prompts(), params, stream=STREAM)
+    rollouts = sample_rollouts(make_engine(actor, max_num_seqs=7), some_prompts(), params, stream=STREAM)
     scores = actor.forward(sequences_of(rollouts), LogProbHead(temperature))
     for row, rollout in enumerate(rollouts):
         assert rollout.logprobs == pytest.approx(scores.logp[row, : len(rollout.token_ids)].tolist(), abs=1e-4)
@@ -112,7 +126,7 @@ def test_log_probs_are_the_training_engines(make_engine, architecture, temperatu
 def test_narrowed_sampling_records_the_full_distribution(make_engine):
     actor = trainer()
     params = SamplingParams(n=4, max_tokens=20, top_k=3, top_p=0.8)
-    rollouts = make_engine(actor).generate(some_prompts(), params, stream=STREAM)
+    rollouts = sample_rollouts(make_engine(actor), some_prompts(), params, stream=STREAM)
     scores = actor.forward(sequences_of(rollouts), LogProbHead(1.0))
     for row, rollout in enumerate(rollouts):
         assert rollout.logprobs == pytest.approx(scores.logp[row, : len(rollout.token_ids)].tolist(), abs=1e-4)
@@ -122,7 +136,7 @@ def test_narrowed_sampling_records_the_full_distribution(make_engine):
 def test_narrowed_sampling_stays_inside(make_engine, narrow, allowed):
     actor = trainer()
     plain = plain_copy("llama", actor.model)
-    rollouts = make_engine(actor).generate(some_prompts(2), SamplingParams(n=4, max_tokens=12, **narrow), stream=STREAM)
+    rollouts = sample_rollouts(make_engine(actor), some_prompts(2), SamplingParams(n=4, max_tokens=12, **narrow), stream=STREAM)
     ranks = set()
     for rollout in rollouts:
         with torch.no_grad():
@@ -135,13 +149,13 @@ def test_narrowed_sampling_stays_inside(make_engine, narrow, allowed):
 def test_new_weights_are_sampled_at_once(make_engine):
     actor, other = trainer(), tiny_model("llama", seed=1)
     engine = make_engine(actor)
-    before = engine.generate(some_prompts(), SAMPLED, stream=STREAM)
+    before = sample_rollouts(engine, some_prompts(), SAMPLED, stream=STREAM)
     actor.model.load_state_dict(other.state_dict())
     actor.version = 7
-    engine.sync_weights()
-    after = engine.generate(some_prompts(), SAMPLED, stream=STREAM)
+    run_sync(engine.load_weights(WeightUpdate(7)))
+    after = sample_rollouts(engine, some_prompts(), SAMPLED, stream=STREAM)
     fresh = make_engine(FsdpEngine(other, None, MicroBatching(None, None), device=CPU, dtype=torch.float32))
-    assert ids(after) == ids(fresh.generate(some_prompts(), SAMPLED, stream=STREAM)) != ids(before)
+    assert ids(after) == ids(sample_rollouts(fresh, some_prompts(), SAMPLED, stream=STREAM)) != ids(before)
     assert {version for r in before for version in r.versions} == {0}
     assert {version for r in after for version in r.versions} == {7}
     assert all(len(r.versions) == len(r.logprobs) == len(r.token_ids) for r in after)
@@ -156,7 +170,7 @@ def test_the_model_trains_on_after_sampling(make_engine):
             dict(actor.model.named_parameters()), Schedule(1e-3, 0, 10), 0.0, (0.9, 0.999), 1.0
         )
         if sample_first:
-            make_engine(actor).generate(some_prompts(), SAMPLED, stream=STREAM)
+            sample_rollouts(make_engine(actor), some_prompts(), SAMPLED, stream=STREAM)
             assert not any("forward" in vars(module) for module in actor.model.modules())
         updates.append(
             actor.train_mini_batch(
@@ -170,12 +184,12 @@ def test_the_model_trains_on_after_sampling(make_engine):
 
 
 def plain_rollouts() -> list[Rollout]:
-    return [Rollout(prompt, 0, [4, 5, 6], [0.0] * 3, [0] * 3, "length") for prompt in some_prompts()]
+    return [Rollout.single_turn(prompt, 0, [4, 5, 6], [0.0] * 3, [0] * 3, "length") for prompt in some_prompts()]
 
 
 def test_bf16_records_what_it_sampled(make_engine):
     actor = trainer(dtype=torch.bfloat16)
-    rollouts = make_engine(actor).generate(some_prompts(), SAMPLED, stream=STREAM)
+    rollouts = sample_rollouts(make_engine(actor), some_prompts(), SAMPLED, stream=STREAM)
     scores = actor.forward(sequences_of(rollouts), LogProbHead(0.9))
     gaps = [abs(a - float(scores.logp[row, t])) for row, r in enumerate(rollouts) for t, a in enumerate(r.logprobs)]
     assert sum(gaps) / len(gaps) < 0.03
@@ -187,25 +201,25 @@ def test_bf16_records_what_it_sampled(make_engine):
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_results_do_not_depend_on_batching(make_engine, architecture):
     actor, prompts = trainer(architecture), some_prompts()
-    expected = make_engine(actor, max_num_seqs=1).generate(prompts, SAMPLED, stream=STREAM)
+    expected = sample_rollouts(make_engine(actor, max_num_seqs=1), prompts, SAMPLED, stream=STREAM)
     assert len({len(r.token_ids) for r in expected}) > 3  # rows finish at different times
     for max_num_seqs, prefill in ((2, 8192), (3, 1), (6, 20), (7, 8192), (256, 1), (256, 8192)):  # a group has four
         engine = make_engine(actor, max_num_seqs=max_num_seqs, max_num_batched_tokens=prefill)
-        assert_same(engine.generate(prompts, SAMPLED, stream=STREAM), expected)
+        assert_same(sample_rollouts(engine, prompts, SAMPLED, stream=STREAM), expected)
 
 
 def test_results_do_not_depend_on_company_or_order(make_engine):
     engine, prompts = make_engine(trainer(), max_num_seqs=6), some_prompts()
-    expected = engine.generate(prompts, SAMPLED, stream=STREAM)
-    assert_same(engine.generate(prompts[::-1], SAMPLED, stream=STREAM), expected)
-    alone = [rollout for prompt in prompts for rollout in engine.generate([prompt], SAMPLED, stream=STREAM)]
+    expected = sample_rollouts(engine, prompts, SAMPLED, stream=STREAM)
+    assert_same(sample_rollouts(engine, prompts[::-1], SAMPLED, stream=STREAM), expected)
+    alone = [rollout for prompt in prompts for rollout in sample_rollouts(engine, [prompt], SAMPLED, stream=STREAM)]
     assert_same(alone, expected)
 
 
 def test_fewer_samples_are_the_first_ones(make_engine):
     engine, prompts = make_engine(trainer()), some_prompts()
-    few = engine.generate(prompts, SamplingParams(n=2, max_tokens=20, temperature=0.9), stream=STREAM)
-    many = ids(engine.generate(prompts, SAMPLED, stream=STREAM))
+    few = sample_rollouts(engine, prompts, SamplingParams(n=2, max_tokens=20, temperature=0.9), stream=STREAM)
+    many = ids(sample_rollouts(engine, prompts, SAMPLED, stream=STREAM))
     assert ids(few).items() <= many.items()
 
 
@@ -226,14 +240,14 @@ def test_any_finish_order_keeps_each_rows_cache(count, n, max_num_seqs, prefill,
     actor, prompts = FINISH_ACTOR, some_prompts(count)
     params = SamplingParams(n=n, max_tokens=12, temperature=1.5, stop=["1"] if stop else [])
     engine = _native(actor, max_num_seqs=max_num_seqs, max_num_batched_tokens=prefill)
-    expected = _native(actor, max_num_seqs=1).generate(prompts, params, stream=("rollout", step))
-    assert_same(engine.generate(prompts, params, stream=("rollout", step)), expected)
+    expected = sample_rollouts(_native(actor, max_num_seqs=1), prompts, params, stream=("rollout", step))
+    assert_same(sample_rollouts(engine, prompts, params, stream=("rollout", step)), expected)
 
 
 def test_long_responses_outgrow_the_first_cache(make_engine):
     actor = trainer()
     params = SamplingParams(n=3, max_tokens=150, ignore_eos=True)
-    rollouts = make_engine(actor).generate(some_prompts(2), params, stream=STREAM)
+    rollouts = sample_rollouts(make_engine(actor), some_prompts(2), params, stream=STREAM)
     scores = actor.forward(sequences_of(rollouts), LogProbHead(1.0))
     for row, rollout in enumerate(rollouts):
         assert rollout.logprobs == pytest.approx(scores.logp[row].tolist(), abs=1e-4)
@@ -244,12 +258,12 @@ def test_long_responses_outgrow_the_first_cache(make_engine):
 
 def test_streams(make_engine):
     engine, prompts = make_engine(trainer()), some_prompts()
-    first = engine.generate(prompts, SAMPLED, stream=("rollout", 1))
-    assert [r.logprobs for r in engine.generate(prompts, SAMPLED, stream=("rollout", 1))] == [r.logprobs for r in first]
+    first = sample_rollouts(engine, prompts, SAMPLED, stream=("rollout", 1))
+    assert [r.logprobs for r in sample_rollouts(engine, prompts, SAMPLED, stream=("rollout", 1))] == [r.logprobs for r in first]
     others = [
-        engine.generate(prompts, SAMPLED, stream=("rollout", 2)),
-        engine.generate(prompts, SAMPLED, stream=("validation", 1)),
-        make_engine(trainer(), seed=1).generate(prompts, SAMPLED, stream=("rollout", 1)),
+        sample_rollouts(engine, prompts, SAMPLED, stream=("rollout", 2)),
+        sample_rollouts(engine, prompts, SAMPLED, stream=("validation", 1)),
+        sample_rollouts(make_engine(trainer(), seed=1), prompts, SAMPLED, stream=("rollout", 1)),
     ]
     for other in others:
         assert sum(ids(other)[key] == tokens for key, tokens in ids(first).items()) <= 2
@@ -259,22 +273,22 @@ def test_streams(make_engine):
 
 def test_rows_with_the_same_prompt_have_streams_of_their_own(make_engine):
     prompt = some_prompts(1)[0]
-    rollouts = make_engine(trainer()).generate([prompt, replace(prompt, uid="twin")], SAMPLED, stream=STREAM)
+    rollouts = sample_rollouts(make_engine(trainer()), [prompt, replace(prompt, uid="twin")], SAMPLED, stream=STREAM)
     assert len({tuple(r.token_ids) for r in rollouts}) > 6
 
 
 def test_order_of_the_result_and_progress(make_engine):
     engine, prompts, seen = make_engine(trainer(), max_num_seqs=3), some_prompts(), []
-    rollouts = engine.generate(prompts, SAMPLED, stream=STREAM, on_done=seen.append)
+    rollouts = sample_rollouts(engine, prompts, SAMPLED, stream=STREAM, on_done=seen.append)
     assert [(r.prompt.uid, r.sample) for r in rollouts] == [(p.uid, s) for p in prompts for s in range(4)]
     assert sum(seen) == 20 and len(seen) > 1
-    assert engine.generate([], SAMPLED, stream=STREAM) == []
+    assert sample_rollouts(engine, [], SAMPLED, stream=STREAM) == []
 
 
 def test_a_long_response_is_told_to_be_under_way(make_engine):
     seen = []
     params = replace(SAMPLED, n=1, max_tokens=20, ignore_eos=True)
-    make_engine(trainer()).generate(some_prompts(1), params, stream=STREAM, on_done=seen.append)
+    sample_rollouts(make_engine(trainer()), some_prompts(1), params, stream=STREAM, on_done=seen.append)
     assert sum(seen) == 1 and len(seen) > 10
 
 
@@ -282,7 +296,7 @@ def test_a_long_response_is_told_to_be_under_way(make_engine):
 
 
 def test_end_of_text_is_kept_and_ends_the_response(make_engine):
-    rollouts = make_engine(trainer()).generate(some_prompts(8), SAMPLED, stream=STREAM)
+    rollouts = sample_rollouts(make_engine(trainer()), some_prompts(8), SAMPLED, stream=STREAM)
     stopped = [r for r in rollouts if r.finish_reason == "stop"]
     cut = [r for r in rollouts if r.finish_reason == "length"]
     assert stopped and cut
@@ -294,9 +308,9 @@ def test_end_of_text_is_kept_and_ends_the_response(make_engine):
 
 def test_end_of_text_on_the_last_allowed_token_is_a_stop(make_engine):
     engine = make_engine(trainer())
-    stopped = next(r for r in engine.generate(some_prompts(8), SAMPLED, stream=STREAM) if r.finish_reason == "stop")
+    stopped = next(r for r in sample_rollouts(engine, some_prompts(8), SAMPLED, stream=STREAM) if r.finish_reason == "stop")
     params = SamplingParams(n=4, max_tokens=len(stopped.token_ids), temperature=0.9)
-    again = engine.generate([stopped.prompt], params, stream=STREAM)[stopped.sample]
+    again = sample_rollouts(engine, [stopped.prompt], params, stream=STREAM)[stopped.sample]
     assert (again.token_ids, again.finish_reason) == (stopped.token_ids, "stop")
 
 
@@ -304,8 +318,8 @@ def test_ignore_eos_goes_on(make_engine):
     engine, prompts = make_engine(trainer()), some_prompts(8)
     params = SamplingParams(n=4, max_tokens=20, temperature=0.9, ignore_eos=True)
     rollouts, plain = (
-        engine.generate(prompts, params, stream=STREAM),
-        ids(engine.generate(prompts, SAMPLED, stream=STREAM)),
+        sample_rollouts(engine, prompts, params, stream=STREAM),
+        ids(sample_rollouts(engine, prompts, SAMPLED, stream=STREAM)),
     )
     assert all(len(r.token_ids) == 20 and r.finish_reason == "length" for r in rollouts)
     assert any(EOS in r.token_ids for r in rollouts)
@@ -315,9 +329,9 @@ def test_ignore_eos_goes_on(make_engine):
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_max_tokens(make_engine, max_tokens):
     engine, prompts = make_engine(trainer(), max_num_seqs=3), some_prompts()
-    whole = ids(engine.generate(prompts, SAMPLED, stream=STREAM))
+    whole = ids(sample_rollouts(engine, prompts, SAMPLED, stream=STREAM))
     params = SamplingParams(n=4, max_tokens=max_tokens, temperature=0.9)
-    for rollout in engine.generate(prompts, params, stream=STREAM):
+    for rollout in sample_rollouts(engine, prompts, params, stream=STREAM):
         assert rollout.token_ids[:1] == whole[rollout.prompt.uid, rollout.sample][:1]
         assert len(rollout.token_ids) <= max_tokens
         assert rollout.finish_reason == ("stop" if rollout.token_ids[-1] == EOS else "length")
@@ -325,12 +339,12 @@ def test_max_tokens(make_engine, max_tokens):
 
 def test_stop_strings_cut_the_text_and_keep_the_ids(make_engine):
     engine, prompts = make_engine(trainer(), max_num_seqs=5), some_prompts(8)
-    free = engine.generate(prompts, SAMPLED, stream=STREAM)
+    free = sample_rollouts(engine, prompts, SAMPLED, stream=STREAM)
     longest = max(free, key=lambda r: len(r.text))
     stops = [longest.text[4:6], "9"]  # one of two tokens, one of one
     params = SamplingParams(n=4, max_tokens=20, temperature=0.9, stop=stops)
     stopped_by_text = 0
-    for rollout, whole in zip(engine.generate(prompts, params, stream=STREAM), free):
+    for rollout, whole in zip(sample_rollouts(engine, prompts, params, stream=STREAM), free):
         ends = [
             end
             for end in range(1, len(whole.token_ids) + 1)
@@ -419,3 +433,363 @@ def test_greedy_takes_the_most_likely():
     tokens, logp = draw_tokens(logits.clone(), torch.rand(50, 3, dtype=torch.float64), params)
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(logp, (logits / 0.5).log_softmax(-1).amax(-1))
+
+
+# --- requests that come, go and come back -----------------------------------------------------------------------------
+
+PLAIN = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
+GREEDY_ON = SamplingParams(max_tokens=20, do_sample=False, ignore_eos=True)
+
+
+def request(prompt: Prompt, sample: int = 0, params: SamplingParams = PLAIN, **fields) -> Request:
+    return Request(prompt.token_ids, params, SampleStream(STREAM, prompt.uid, sample), **fields)
+
+
+def answers(engine: RolloutEngine, requests: list[Request]) -> list[Completion]:
+    return run_sync(generate_all(engine, requests))
+
+
+async def tokens_drawn(engine: RolloutEngine, number: int) -> None:
+    """Wait until the engine has sampled so many tokens."""
+    while engine.stats().sampled_tokens < number:
+        await asyncio.sleep(0)
+
+
+def assert_same_answer(one: Completion, other: Completion) -> None:
+    assert (one.token_ids, one.finish_reason, one.text) == (other.token_ids, other.finish_reason, other.text)
+    assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5)
+
+
+def changed_weights(actor: FsdpEngine, version: int) -> None:
+    """Give the trainer other weights in place, as an optimizer step does."""
+    actor.model.load_state_dict(tiny_model("llama", seed=version).state_dict())
+    actor.version = version
+
+
+def new_trainer(version: int) -> FsdpEngine:
+    actor = trainer()
+    changed_weights(actor, version)
+    return actor
+
+
+def test_requests_join_while_others_are_decoded(make_engine):
+    prompts = some_prompts()
+    expected = answers(make_engine(trainer()), [request(prompt) for prompt in prompts])
+
+    async def one_after_the_other(engine):
+        tasks = []
+        for number, prompt in enumerate(prompts):
+            await tokens_drawn(engine, 3 * number)
+            tasks.append(asyncio.create_task(engine.generate(request(prompt))))
+        return await asyncio.gather(*tasks)
+
+    engine = make_engine(trainer(), max_num_seqs=3)
+    for one, other in zip(run_sync(one_after_the_other(engine)), expected):
+        assert_same_answer(one, other)
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_requests_of_one_batch_are_drawn_each_in_its_own_way(make_engine):
+    prompts = some_prompts(4)
+    ways = [GREEDY, PLAIN, SamplingParams(max_tokens=9, top_k=2, temperature=1.3), SamplingParams(max_tokens=5, stop=["1"])]
+    requests = [request(prompt, params=params) for prompt, params in zip(prompts, ways)]
+    alone = [answers(make_engine(trainer()), [one])[0] for one in requests]
+    for one, other in zip(answers(make_engine(trainer()), requests), alone):
+        assert_same_answer(one, other)
+
+
+def test_higher_priority_is_served_first(make_engine):
+    finished = []
+    prompts = some_prompts(4)
+    short = replace(PLAIN, max_tokens=2)
+
+    async def each(engine, prompt, priority):
+        await engine.generate(request(prompt, params=short, priority=priority))
+        finished.append(priority)
+
+    async def all_at_once(engine):
+        await asyncio.gather(*(each(engine, prompt, priority) for prompt, priority in zip(prompts, (0, 5, 1, 5))))
+
+    run_sync(all_at_once(make_engine(trainer(), max_num_seqs=1)))
+    assert finished == [5, 5, 1, 0]
+
+
+def test_a_group_reads_its_prompt_once(make_engine):
+    engine, prompts = make_engine(trainer(), max_num_seqs=3), some_prompts(3)
+    sample_rollouts(engine, prompts, SAMPLED, stream=STREAM)
+    length = sum(len(prompt.token_ids) for prompt in prompts)
+    stats = engine.stats()
+    assert (stats.computed_tokens, stats.reused_tokens) == (length, 3 * length)
+
+
+def test_a_late_sample_of_a_group_reads_the_prompt_from_the_cache(make_engine):
+    [prompt] = some_prompts(1)
+
+    async def late(engine):
+        first = asyncio.create_task(engine.generate(request(prompt)))
+        await tokens_drawn(engine, 4)
+        second = await engine.generate(request(prompt, sample=1))
+        return [await first, second]
+
+    engine = make_engine(trainer())
+    for one, other in zip(run_sync(late(engine)), answers(make_engine(trainer()), [request(prompt), request(prompt, 1)])):
+        assert_same_answer(one, other)
+    assert engine.stats().computed_tokens == len(prompt.token_ids)
+
+
+def test_a_cancelled_request_leaves_the_others_alone(make_engine):
+    prompts = some_prompts(3)
+    expected = answers(make_engine(trainer()), [request(prompt) for prompt in prompts])
+
+    async def with_one_cancelled(engine):
+        tasks = [asyncio.create_task(engine.generate(request(prompt))) for prompt in prompts]
+        await tokens_drawn(engine, 8)
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks[1:])
+
+    engine = make_engine(trainer())
+    for one, other in zip(run_sync(with_one_cancelled(engine)), expected[1:]):
+        assert_same_answer(one, other)
+    assert engine.stats().running == 0
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def conversation(engine: RolloutEngine, prompt: Prompt, given: list[list[int]], *, keep: bool) -> list[Completion]:
+    """Return the answers of a trajectory that is given tokens between its turns."""
+    context, turns = list(prompt.token_ids), []
+    for turn, tokens in enumerate([*given, None]):
+        stream = SampleStream(STREAM, prompt.uid, 0, turn)
+        answer = run_sync(engine.generate(Request(list(context), PLAIN, stream, keep_cache=keep and tokens is not None)))
+        turns.append(answer)
+        context += [*answer.token_ids, *(tokens or [])]
+    return turns
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_no_token_of_an_earlier_turn_is_computed_again(make_engine, architecture):
+    """The window of mistral is shorter than a turn."""
+    prompt, given_tokens = some_prompts(2)[1], [[5, 6, 7], [9], [4, 4, 4, 4]]
+    anew, kept = make_engine(trainer(architecture)), make_engine(trainer(architecture))
+    expected = conversation(anew, prompt, given_tokens, keep=False)
+    for one, other in zip(conversation(kept, prompt, given_tokens, keep=True), expected, strict=True):
+        assert_same_answer(one, other)
+    # Of each answer the newest token has not been through the model when the next turn begins.
+    new = len(prompt.token_ids) + sum(len(tokens) + 1 for tokens in given_tokens)
+    contexts = [len(prompt.token_ids) + sum(20 + len(tokens) for tokens in given_tokens[:turn]) for turn in range(4)]
+    assert kept.stats().computed_tokens == new
+    assert kept.stats().reused_tokens == sum(contexts) - new
+    assert anew.stats().computed_tokens == sum(contexts)
+    assert kept.stats().kept == 0
+
+
+def test_trajectories_in_different_turns_share_a_batch(make_engine):
+    prompts = some_prompts(4)
+    expected = [conversation(make_engine(trainer()), prompt, [[5, 6]] * 2, keep=False) for prompt in prompts]
+
+    async def talk(engine, prompt, number):
+        context, turns = list(prompt.token_ids), []
+        await tokens_drawn(engine, 7 * number)
+        for turn in range(3):
+            stream = SampleStream(STREAM, prompt.uid, 0, turn)
+            turns.append(await engine.generate(Request(list(context), PLAIN, stream, keep_cache=turn < 2)))
+            context += [*turns[-1].token_ids, 5, 6]
+        return turns
+
+    async def all_of_them(engine):
+        return await asyncio.gather(*(talk(engine, prompt, number) for number, prompt in enumerate(prompts)))
+
+    engine = make_engine(trainer(), max_num_seqs=3)
+    for turns, others in zip(run_sync(all_of_them(engine)), expected):
+        for one, other in zip(turns, others, strict=True):
+            assert_same_answer(one, other)
+
+
+def test_a_context_that_was_changed_is_refused(make_engine):
+    engine, [prompt] = make_engine(trainer()), some_prompts(1)
+    answer = run_sync(engine.generate(request(prompt, keep_cache=True)))
+    context = [*prompt.token_ids, *answer.token_ids, 5]
+    context[len(prompt.token_ids) + 2] += 1
+    again = Request(context, PLAIN, SampleStream(STREAM, prompt.uid, 0, turn=1))
+    with pytest.raises(UserError, match="does not begin with the tokens of the turns before"):
+        run_sync(engine.generate(again))
+    run_sync(engine.release(again.stream.trajectory))
+    assert engine.stats().kept == 0
+    assert len(run_sync(engine.generate(again)).token_ids) == 20
+
+
+# --- aborting, pausing, other weights ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_aborted_request_goes_on_with_the_same_numbers(make_engine, keep):
+    prompts = some_prompts(3)
+    params = replace(PLAIN, stop=["@@"])
+    whole = answers(make_engine(trainer()), [request(prompt, params=params) for prompt in prompts])
+
+    async def abort_and_go_on(engine):
+        requests = [request(prompt, params=params, keep_cache=keep) for prompt in prompts]
+        tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+        await tokens_drawn(engine, 12)
+        await engine.pause("abort")
+        parts = await asyncio.gather(*tasks)
+        await engine.resume()
+        rest = [
+            replace(
+                one,
+                token_ids=[*one.token_ids, *part.token_ids],
+                params=replace(params, max_tokens=20 - len(part.token_ids)),
+                stream=replace(one.stream, position=len(part.token_ids)),
+                keep_cache=False,
+            )
+            for one, part in zip(requests, parts)
+        ]
+        return parts, await generate_all(engine, rest)
+
+    engine = make_engine(trainer())
+    for part, rest, expected in zip(*run_sync(abort_and_go_on(engine)), whole):
+        assert part.finish_reason == "aborted" and 0 < len(part.token_ids) < 20
+        joined = replace(rest, token_ids=[*part.token_ids, *rest.token_ids], logprobs=[*part.logprobs, *rest.logprobs])
+        assert_same_answer(joined, expected)
+    if keep:
+        assert engine.stats().computed_tokens == sum(len(prompt.token_ids) + 1 for prompt in prompts)
+
+
+def test_waiting_requests_are_aborted_too(make_engine):
+    async def abort(engine):
+        tasks = [asyncio.create_task(engine.generate(request(prompt))) for prompt in some_prompts(3)]
+        await tokens_drawn(engine, 5)
+        await engine.pause("abort")
+        return await asyncio.gather(*tasks)
+
+    lengths = [len(answer.token_ids) for answer in run_sync(abort(make_engine(trainer(), max_num_seqs=1)))]
+    assert lengths[0] >= 5 and lengths[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("mode", ["keep", "finish"])
+def test_nothing_is_decoded_while_paused(make_engine, mode):
+    prompts = some_prompts(3)
+    expected = answers(make_engine(trainer()), [request(prompt) for prompt in prompts])
+
+    async def pause(engine):
+        tasks = [asyncio.create_task(engine.generate(request(prompt))) for prompt in prompts]
+        await tokens_drawn(engine, 6)
+        await engine.pause(mode)
+        drawn = engine.stats()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engine.stats() == drawn
+        assert (drawn.running, drawn.waiting) == ((2, 1) if mode == "keep" else (0, 1))
+        assert sum(task.done() for task in tasks) == (0 if mode == "keep" else 2)
+        await engine.resume()
+        return await asyncio.gather(*tasks)
+
+    for one, other in zip(run_sync(pause(make_engine(trainer(), max_num_seqs=2))), expected):
+        assert_same_answer(one, other)
+
+
+def test_versions_change_at_the_token_that_new_weights_draw(make_engine):
+    """A running request goes on with the new weights; its log-probs are those of each token's own version."""
+    actor, [prompt] = trainer(), some_prompts(1)
+
+    async def update_on_the_way(engine):
+        task = asyncio.create_task(engine.generate(request(prompt, params=GREEDY_ON)))
+        await tokens_drawn(engine, 8)
+        with torch.no_grad():  # the head alone: what the cache holds is the same under both
+            actor.model.lm_head.weight.copy_(tiny_model("llama", seed=3).lm_head.weight)
+        actor.version = 3
+        await engine.load_weights(WeightUpdate(3))
+        return await task
+
+    answer = run_sync(update_on_the_way(make_engine(actor)))
+    new = [row for row, version in enumerate(answer.versions) if version == 3]
+    rollout = Rollout.single_turn(prompt, 0, answer.token_ids, answer.logprobs, answer.versions, "length")
+    scores = actor.forward(sequences_of([rollout]), LogProbHead(1.0))
+    assert [answer.logprobs[row] for row in new] == pytest.approx(scores.logp[0, new].tolist(), abs=1e-4)
+    before = answer.versions.count(0)
+    assert answer.versions == [0] * before + [3] * (20 - before) and 8 <= before < 20
+    old = answers(make_engine(trainer()), [request(prompt, params=GREEDY_ON)])[0]
+    assert answer.token_ids[:before] == old.token_ids[:before]
+    assert answer.logprobs[:before] == pytest.approx(old.logprobs[:before], abs=2e-5)
+    assert answer.token_ids != old.token_ids
+
+
+def test_after_an_update_nothing_of_the_old_weights_is_used(make_engine):
+    """Neither a group's prompt that is still in the cache, nor a trajectory that was kept."""
+    actor, [prompt, other] = trainer(), some_prompts(2)
+
+    async def update_on_the_way(engine):
+        kept = await engine.generate(request(other, params=GREEDY_ON, keep_cache=True))
+        running = asyncio.create_task(engine.generate(request(prompt, params=GREEDY_ON)))
+        await tokens_drawn(engine, 25)
+        changed_weights(actor, 3)
+        await engine.load_weights(WeightUpdate(3))
+        context = [*other.token_ids, *kept.token_ids]
+        second_turn = Request(context, GREEDY_ON, SampleStream(STREAM, other.uid, 0, turn=1))
+        new = await generate_all(engine, [request(prompt, 1, GREEDY_ON), second_turn])
+        await running
+        return second_turn, new
+
+    second_turn, new = run_sync(update_on_the_way(make_engine(actor)))
+    fresh = answers(make_engine(new_trainer(3)), [request(prompt, 1, GREEDY_ON), second_turn])
+    for one, expected in zip(new, fresh):
+        assert_same_answer(one, expected)
+        assert set(one.versions) == {3}
+
+
+def test_nan_weights_end_every_request(make_engine):
+    actor, prompts = trainer(), some_prompts(3)
+    engine = make_engine(actor)
+    expected = answers(engine, [request(prompt) for prompt in prompts])
+
+    async def break_on_the_way():
+        tasks = [asyncio.create_task(engine.generate(request(prompt))) for prompt in prompts]
+        await tokens_drawn(engine, 70)
+        with torch.no_grad():
+            actor.model.lm_head.weight.fill_(math.nan)
+        actor.version = 1
+        await engine.load_weights(WeightUpdate(1))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    errors = run_sync(break_on_the_way())
+    assert all(isinstance(error, NonFiniteError) for error in errors) and len(errors) == 3
+    changed_weights(actor, 0)
+    run_sync(engine.load_weights(WeightUpdate(0)))
+    for one, other in zip(answers(engine, [request(prompt) for prompt in prompts]), expected):
+        assert_same_answer(one, other)
+
+
+def test_sleep_and_wake_leave_answers_unchanged(make_engine):
+    engine, prompts = make_engine(trainer()), some_prompts(3)
+    before = answers(engine, [request(prompt) for prompt in prompts])
+    run_sync(engine.generate(request(prompts[0], 1, keep_cache=True)))
+    run_sync(engine.sleep())
+    assert (engine.stats().kept, engine.stats().cache_share) == (0, 0.0)
+    run_sync(engine.wake())
+    for one, other in zip(answers(engine, [request(prompt) for prompt in prompts]), before):
+        assert_same_answer(one, other)
+
+
+def test_a_profile_is_a_file(make_engine, tmp_path):
+    engine = make_engine(trainer())
+    run_sync(engine.start_profile(tmp_path))
+    answers(engine, [request(some_prompts(1)[0], params=replace(PLAIN, max_tokens=2))])
+    files = run_sync(engine.stop_profile())
+    assert files and all(file.parent == tmp_path and file.stat().st_size for file in files)
+
+
+def test_stats_while_decoding(make_engine):
+    async def look(engine):
+        tasks = [asyncio.create_task(engine.generate(request(prompt))) for prompt in some_prompts(4)]
+        await tokens_drawn(engine, 9)
+        stats = engine.stats()
+        await asyncio.gather(*tasks)
+        return stats
+
+    engine = make_engine(trainer(), max_num_seqs=3)
+    stats = run_sync(look(engine))
+    assert (stats.running, stats.waiting, stats.kept, stats.version) == (3, 1, 0, 0)
+    assert 0 < stats.cache_share <= 1 and stats.tokens_per_s > 0
+    done = engine.stats()
+    assert (done.running, done.waiting, done.sampled_tokens, done.cache_share) == (0, 0, 80, 0.0)

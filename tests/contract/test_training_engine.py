@@ -14,16 +14,17 @@ from safetensors.torch import load_file
 from tiny import ARCHITECTURES, CPU, VOCABULARY, plain_copy, tiny_model
 from transformers import PreTrainedModel
 
-from pellucid.algo.policy_loss import POLICY_LOSSES
+from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.config.schema.actor import ActorConfig
+from pellucid.errors import NonFiniteError
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import enable_gradient_checkpointing
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, pack, pad, sequences_of, split_micro_batches
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
-from pellucid.training.protocol import NonFiniteError, TokenScores, TrainingEngine
-from pellucid.types import Batch, Prompt, RewardFailure, Rollout
+from pellucid.training.protocol import TokenScores, TrainingEngine
+from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch
 
 MakeEngine = Callable[..., TrainingEngine]
 WHOLE = MicroBatching(None, None)
@@ -106,9 +107,25 @@ def test_log_probs_equal_plain_transformers(make_engine, architecture):
         torch.testing.assert_close(scores.entropy, expected_entropy, rtol=0, atol=1e-5)
 
 
+def test_given_tokens_are_context_alone(make_engine):
+    """Log-probs and entropies of the other tokens are those of a forward pass over everything; theirs are 0."""
+    model, sequences = tiny_model("llama"), some_sequences()
+    expected = plain_scores(plain_copy("llama", model), sequences, 0.8)
+    masks = [[(row + t) % 3 != 0 for t in range(len(s.response_ids))] for row, s in enumerate(sequences)]
+    masks[1] = None
+    partly = [dataclasses.replace(s, sampled=mask) for s, mask in zip(sequences, masks)]
+    sampled = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(mask or [True] * len(s.response_ids)) for s, mask in zip(sequences, masks)], batch_first=True
+    )
+    for cut in CUTS.values():
+        scores = make_engine(model, cut).forward(partly, LogProbHead(0.8, with_entropy=True))
+        torch.testing.assert_close(scores.logp, expected[0] * sampled, rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores.entropy, expected[1] * sampled, rtol=0, atol=1e-5)
+
+
 def test_entropy_only_on_request(make_engine):
     scores = make_engine(tiny_model("llama"), WHOLE).forward(some_sequences(), LogProbHead(1.0))
-    assert scores.entropy is not None and not scores.entropy.any()
+    assert not scores.entropy.any()
 
 
 def test_shared_prompts_are_processed_once(make_engine):
@@ -147,23 +164,28 @@ def test_progress_counts_every_sequence(make_engine):
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def some_batch(engine: TrainingEngine) -> Batch:
+def some_batch(engine: TrainingEngine) -> TrainBatch:
     """A batch off policy by enough that some tokens clip, with one failed sample, advantages and a reference."""
     prompts = {}
     rollouts = []
     for row, s in enumerate(some_sequences()):
         prompt = prompts.setdefault(s.group, Prompt(f"p{s.group}", s.prompt_ids, "", "t"))
         length = len(s.response_ids)
-        rollouts.append(Rollout(prompt, row, s.response_ids, [0.0] * length, [0] * length, "stop", reward=0.0))
-    rollouts[4].failure = RewardFailure("timeout", "")
-    batch = Batch.from_rollouts(rollouts)
+        rollouts.append(Rollout.single_turn(prompt, row, s.response_ids, [0.0] * length, [0] * length, "stop"))
+    scores = [Score(0.0)] * len(rollouts)
+    scores[4] = Score(None, failure=RewardFailure("timeout", ""))
+    samples = Samples.pad(rollouts, scores)
     logp = engine.forward(sequences_of(rollouts), LogProbHead(0.8)).logp
     generator = torch.Generator().manual_seed(5)
     noise = [torch.randn(logp.shape, generator=generator) for _ in range(3)]
-    batch.old_logp = (logp + 0.3 * noise[0]) * batch.mask
-    batch.ref_logp = (logp + 0.3 * noise[1]) * batch.mask
-    batch.advantages = noise[2] * batch.mask
-    return batch
+    return TrainBatch(
+        **vars(samples),
+        old_logp=(logp + 0.3 * noise[0]) * samples.mask,
+        ref_logp=(logp + 0.3 * noise[1]) * samples.mask,
+        advantages=noise[2] * samples.mask,
+        returns=torch.zeros_like(logp),
+        loss_mask=samples.mask,
+    )
 
 
 def actor(engine: TrainingEngine, mode: str) -> Actor:
@@ -175,7 +197,7 @@ def actor(engine: TrainingEngine, mode: str) -> Actor:
         use_kl_loss=True,
         kl_loss_coef=0.1,
     )  # pyright: ignore[reportArgumentType]
-    settings = ActorSettings(POLICY_LOSSES["vanilla"], temperature=0.8, max_response_length=20, seed=0)
+    settings = ActorSettings(PolicyLoss.named("vanilla"), temperature=0.8, max_response_length=20, seed=0)
     return Actor(engine, config, settings)
 
 
@@ -189,7 +211,7 @@ def test_gradient_does_not_depend_on_the_cut(make_engine, mode, tmp_path):
     gradients, metrics = {}, {}
     for name, cut in CUTS.items():
         engine = make_engine(tiny_model("llama", scale=0.1), cut, lr=0.0, betas=(0.0, 0.999))
-        metrics[name] = actor(engine, mode).update(batch, step=1)
+        metrics[name] = actor(engine, mode).update(batch, step=1).metrics
         gradients[name] = gradient(engine, tmp_path / name)
     assert 0.02 < metrics["whole-packed"]["actor/pg_clipfrac"] < 0.9
     assert metrics["whole-packed"]["actor/kl_loss"] > 0
@@ -265,7 +287,6 @@ def test_gradient_checkpointing_changes_nothing(make_engine, tmp_path):
 
 
 def simple_loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
-    assert scores.logp is not None
     return -scores.logp.sum() / 60
 
 

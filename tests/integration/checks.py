@@ -7,11 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import last_checkpoint, metrics
-from pellucid.metrics.table import find
-from pellucid.rollout_dump import read_rollouts
+from pellucid.build import load_policy
+from pellucid.cli.export import load_trained
+from pellucid.config import load_config
+from pellucid.files.rollout_dump import read_rollouts
+from pellucid.metrics.definitions import find
 from pellucid.training.common.models import BUILTIN_FOLDER
 
 NO_VALIDATION = ("data.val_files=null", "trainer.save_freq=-1")
+CPU = torch.device("cpu")
 ONE_STEP = ("trainer.total_training_steps=1", *NO_VALIDATION)
 TWO_STEPS = ("trainer.total_training_steps=2", *NO_VALIDATION)
 
@@ -35,6 +39,25 @@ def trained(run_dir: Path, num_steps: int = 2) -> list[dict[str, Any]]:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
     assert any(name not in before or not torch.equal(tensor, before[name]) for name, tensor in weights.items())
     return rows
+
+
+def updates(run_dir: Path, step: int | None = None) -> torch.Tensor:
+    """Return by how much training moved each weight until `step`, or the end, all in one vector."""
+    before = load_policy(load_config(run_dir / "config.yaml", []).config, CPU).state_dict()
+    after = load_trained(str(run_dir), CPU, step=step)[0].state_dict()
+    return torch.cat([(after[name] - before[name]).flatten().double() for name in sorted(after)])
+
+
+def assert_trained_alike(run_dir: Path, other: Path, step: int | None = None) -> None:
+    """Check that two runs took the same steps but for the order of their float32 sums.
+
+    Adam divides a gradient by its own size: a weight whose gradient is nothing but rounding is moved as far as any other, in a
+    direction that the order of the sums decides. So not each weight is compared, but the steps as a whole: a share f of such
+    weights makes a difference of 2√f, and 0.02 stands for one weight in 10,000. Ranks that see other samples, or average
+    them wrongly, differ by more than half.
+    """
+    mine, theirs = updates(run_dir, step), updates(other, step)
+    assert float((mine - theirs).norm() / theirs.norm()) < 0.02
 
 
 def dump(run_dir: Path, step: int) -> list[dict[str, Any]]:

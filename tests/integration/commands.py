@@ -5,6 +5,8 @@ command is a process like any other: own arguments, folder, output and exit stat
 """
 
 import gc
+import importlib
+import io
 import json
 import os
 import random
@@ -19,13 +21,23 @@ from pathlib import Path
 import numpy as np
 
 MAIN = "from pellucid.cli.main import main; main()"
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "COLUMNS": "500",
-    "HF_HUB_OFFLINE": "1",
-    # Ray's own processes otherwise wait a minute for their server before they follow it.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
-}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "500", "HF_HUB_OFFLINE": "1"}
+IMPORTED_BY_COMMANDS = (
+    "hydra._internal.core_plugins.basic_launcher",
+    "hydra._internal.core_plugins.importlib_resources_config_source",
+    "hydra.core.override_parser.overrides_parser",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "omegaconf._impl",
+    "pydantic.type_adapter",
+    "transformers.models.llama.modeling_llama",
+    "pellucid.cli.evaluate",
+    "pellucid.cli.export",
+    "pellucid.cli.train",
+    "pellucid.loop",
+    "pellucid.metrics.plots",
+)
+"""What nearly every command imports sooner or later: slow to import, and safe to have before a fork."""
 TIMEOUT_S = 240.0
 AFTERWARDS_S = 30.0
 """How long what follows from the end of a command may take."""
@@ -115,10 +127,10 @@ class Server:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def start(self, arguments: list[str], cwd: Path, log: Path) -> Command:
-        """Start `pellucid` with these arguments."""
+    def start(self, arguments: list[str], cwd: Path, log: Path, environment: dict[str, str] | None = None) -> Command:
+        """Start `pellucid` with these arguments; `environment` is added to the server's own."""
         log.unlink(missing_ok=True)
-        pid = self.ask(arguments=arguments, cwd=str(cwd), log=str(log))
+        pid = self.ask(arguments=arguments, cwd=str(cwd), log=str(log), environment=environment or {})
         assert pid is not None
         return Command(self, pid, log)
 
@@ -134,18 +146,11 @@ def run_fresh(arguments: list[str], cwd: Path) -> Done:
 
 def serve() -> None:
     """Answer requests from standard input until it closes; in a forked child, run the command and never return."""
-    import hydra.core.override_parser.overrides_parser  # noqa: F401
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import pellucid.cli.evaluate
-    import pellucid.cli.sft
-    import pellucid.cli.train
-    import pellucid.controller.loop
-    import pellucid.controller.sft  # noqa: F401
+    for name in IMPORTED_BY_COMMANDS:
+        importlib.import_module(name)
     from pellucid.cli.main import main
 
+    warm_up()
     gc.freeze()  # a child's collector leaves alone, and so never copies, what was imported here
     for line in sys.stdin:
         request = json.loads(line)
@@ -162,8 +167,20 @@ def serve() -> None:
         sys.stdout.flush()
 
 
+def warm_up() -> None:
+    """Do once what every command would do again: measure the processor, and find the fonts of the reward curve."""
+    import torch
+    from matplotlib.figure import Figure
+
+    from pellucid import devices
+
+    devices.peak_flops(torch.device("cpu"), torch.float32)
+    Figure().savefig(io.BytesIO())
+
+
 def _become_command(request: dict) -> None:
-    """Give this child the streams, folder and arguments of its command, and random states of its own."""
+    """Give this child the environment, streams, folder and arguments of its command, and random states of its own."""
+    os.environ.update(request["environment"])
     for number, path, mode in ((0, os.devnull, os.O_RDONLY), (1, request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
         os.dup2(os.open(path, mode, 0o644), number)
     os.dup2(1, 2)

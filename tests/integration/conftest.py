@@ -1,14 +1,21 @@
-"""One server for the commands of the session, and one finished run that many tests look at and copy."""
+"""What the tests of a session share: a server for commands, one Ray cluster, and folders that are made once and looked at."""
 
+import importlib.util
 import json
+import os
+import secrets
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import Command, Done, Server, run_fresh
+from commands import ENVIRONMENT, Command, Done, Server, run_fresh
+from filelock import FileLock
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from pellucid.training.common.models import BUILTIN_FOLDER
@@ -39,6 +46,8 @@ class Workspace:
 
     def __init__(self, folder: Path, server: Server) -> None:
         self.folder, self._server, self._num_started = folder, server, 0
+        self.environment: dict[str, str] = {}
+        """Variables that the commands have beside those of all commands."""
         self.recipe = "recipe.yaml"
         self.write(self.recipe, RECIPE)
 
@@ -56,7 +65,8 @@ class Workspace:
     def start(self, *arguments: str) -> Command:
         """Start a command."""
         self._num_started += 1
-        return self._server.start(list(arguments), self.folder, self.folder.parent / f"{self.folder.name}.{self._num_started}.log")
+        log = self.folder.parent / f"{self.folder.name}.{self._num_started}.log"
+        return self._server.start(list(arguments), self.folder, log, self.environment)
 
     def run(self, *arguments: str, status: int = 0) -> Done:
         """Run a command to its end and check its exit status."""
@@ -86,15 +96,73 @@ def work(tmp_path: Path, server: Server) -> Workspace:
     return Workspace(folder, server)
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder `name` of this session, which the first of its workers that asks for it has made."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / name
+    with FileLock(root / f"{name}.lock"):
+        if not folder.exists():
+            unfinished = root / f"{name}.{os.getpid()}"
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of `RECIPE` that nothing disturbed, made by a process of its own. Do not write to it."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "recipe.yaml").write_text(RECIPE)
-    done = run_fresh(["train", "recipe.yaml"], folder)
-    assert done.status == 0, done.output
-    (folder / "output.txt").write_text(done.output)
-    return folder / "run"
+
+    def train(folder: Path) -> None:
+        (folder / "recipe.yaml").write_text(RECIPE)
+        done = run_fresh(["train", "recipe.yaml"], folder)
+        assert done.status == 0, done.output
+        (folder / "output.txt").write_text(done.output)
+
+    return made_once(tmp_path_factory, "finished", train) / "run"
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A Ray cluster on this machine that runs can join."""
+
+    address: str
+    environment: dict[str, str]
+    """What a command needs to be let in."""
+
+
+CLUSTER = """
+import sys, ray
+ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    """The session's Ray cluster; it ends with the process that this worker holds by its standard input."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    own = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], env=ENVIRONMENT | access | own, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=(tmp_path_factory.mktemp("cluster") / "log").open("w"),
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    yield RayCluster(process.stdout.readline().strip(), access)
+    process.stdin.close()
+    process.wait(timeout=60)
+
+
+@pytest.fixture
+def ranks(work: Workspace, cluster: RayCluster) -> tuple[str, ...]:
+    """The overrides that put a run of `work` on two ranks of the session's cluster."""
+    work.environment |= cluster.environment
+    return ("trainer.placement=ray", "trainer.n_gpus_per_node=2", f"trainer.ray_address={cluster.address}")
 
 
 def last_checkpoint(run_dir: Path) -> Path:
@@ -127,12 +195,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="session")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random sequence classifier of the built-in model's shape, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("judge")
-    config = AutoConfig.from_pretrained(BUILTIN_FOLDER, num_labels=1)
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        model.score.weight.normal_(std=0.5)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(BUILTIN_FOLDER).save_pretrained(folder)
-    return folder
+
+    def write(folder: Path) -> None:
+        config = AutoConfig.from_pretrained(BUILTIN_FOLDER, num_labels=1)
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(config)
+        with torch.no_grad():
+            model.score.weight.normal_(std=0.5)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(BUILTIN_FOLDER).save_pretrained(folder)
+
+    return made_once(tmp_path_factory, "judge", write)

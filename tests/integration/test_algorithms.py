@@ -126,9 +126,9 @@ def test_remax_subtracts_the_reward_of_the_greedy_response(work):
 def test_an_estimator_of_ones_own(finished, work):
     work.write(
         "estimator.py",
-        "from pellucid.algo.advantages import ESTIMATORS\n"
+        "from pellucid.algo.advantages import grpo\n"
         "def twice(inputs):\n"
-        "    advantages, returns = ESTIMATORS['grpo'](inputs)\n"
+        "    advantages, returns = grpo(inputs)\n"
         "    return 2 * advantages, returns\n",
     )
     work.train(*TWO_STEPS, "algorithm.adv_estimator=estimator.py:twice")
@@ -171,9 +171,9 @@ def test_losses(work, loss, options):
 def test_a_loss_of_ones_own(finished, work):
     work.write(
         "loss.py",
-        "from pellucid.algo.policy_loss import POLICY_LOSSES\n"
+        "from pellucid.algo.policy_loss import vanilla\n"
         "def logged(inputs):\n"
-        "    loss, metrics = POLICY_LOSSES['vanilla'].function(inputs)\n"
+        "    loss, metrics = vanilla(inputs)\n"
         "    return loss, metrics | {'plugin/num_tokens': inputs.mask.sum()}\n",
     )
     work.train(*TWO_STEPS, f"{ACTOR}.policy_loss.loss_mode=loss.py:logged")

@@ -153,7 +153,7 @@ def test_data_that_no_verifier_knows(work):
         (lambda folder: (folder / "config.json").unlink(), ["actor_rollout_ref.model.path", "no config.json", "pellucid export"]),
         (lambda folder: shutil.rmtree(folder), ["does not exist", "builtin"]),
         (lambda folder: (folder / "config.json").write_text("{"), ["config.json"]),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100), ["model.safetensors", "not a whole safetensors file"]),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100), ["model.safetensors", "this weights file cannot be read"]),
         (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
     ],
     ids=["no-weights", "no-config", "no-folder", "broken-config", "broken-weights", "no-tokenizer"],

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from commands import ENVIRONMENT, MAIN
 from safetensors.torch import load_file
 
 from conftest import NUM_STEPS, contents, metrics, state
-from pellucid.rollout_dump import read_rollouts
+from pellucid.files.rollout_dump import read_rollouts
 from pellucid.training.common.models import BUILTIN_FOLDER
 
 TASK = "task:arithmetic?level=2&size=8"
@@ -129,13 +128,10 @@ def test_sft_that_is_not_finite_stops_with_one_message(work):
     assert not (work.run_dir / "checkpoints").exists()
 
 
-def test_help_is_quick_and_names_every_command():
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", MAIN, "--help"], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        best = min(best, time.perf_counter() - started)
-    assert done.returncode == 0 and best > 0
+def test_help_names_every_command():
+    """That it stays quick, because it imports no torch, is a rule of the structure test."""
+    done = subprocess.run([sys.executable, "-c", MAIN, "--help"], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
     for name in ("train", "sft", "eval", "export", "rollouts", "config"):
         assert name in done.stdout
 

@@ -15,7 +15,7 @@ from test_bad_input import assert_refused
 from conftest import last_checkpoint, untimed
 from pellucid.config import load_config
 from pellucid.config.presets import PRESETS
-from pellucid.rollout_dump import logp_gaps
+from pellucid.files.rollout_dump import logp_gaps
 from pellucid.training.common.models import BUILTIN_FOLDER
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -23,7 +23,7 @@ NOISE = f"{ROLLOUT}.simulate_mismatch.noise"
 MEASURED = {
     "mismatch_kl", "mismatch_k3_kl", "mismatch_training_ppl", "mismatch_rollout_ppl", "mismatch_ppl_ratio", "mismatch_log_ppl_diff",
     "mismatch_log_ppl_abs_diff", "mismatch_log_ppl_diff_max", "mismatch_log_ppl_diff_min", "mismatch_training_log_ppl",
-    "mismatch_rollout_log_ppl", "logp_max_abs_diff", "logp_mean_abs_diff",
+    "mismatch_rollout_log_ppl", "logp_max_abs_diff", "logp_mean_abs_diff", "num_impossible_tokens",
 }  # fmt: skip
 RATIO = {
     f"rollout_is_{name}"
@@ -115,7 +115,7 @@ def test_a_gap_out_of_its_healthy_range_is_told_once_with_the_remedy(work):
     assert max(unhealthy) < 0.8, unhealthy
     assert done.text.count("mismatch/rollout_is_eff_sample_size is") == 1
     message = done.text.partition("mismatch/rollout_is_eff_sample_size is")[2][:400]
-    assert "above 0.8 is healthy" in message and "algorithm.rollout_is_threshold" in message
+    assert "at least 0.8 is healthy" in message and "algorithm.rollout_is_threshold" in message
 
 
 # --- presets and verl's block -----------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_the_old_truncation_key_names_its_successor(work):
         (["algorithm.rollout_is_threshold=-1"], ["algorithm.rollout_is_threshold", "-1"]),
         (
             ["algorithm.rollout_is_threshold=2", "algorithm.rollout_is_threshold_lower=3", "algorithm.rollout_is_mode=clip"],
-            ["algorithm.rollout_is_threshold_lower", "lower bound 3 is above the upper bound 2"],
+            ["algorithm.rollout_is_threshold_lower", "3 is above 1, the ratio of two equal policies"],
         ),
         (["algorithm.rollout_is_threshold=2", "algorithm.rollout_is_level=tokens"], ["algorithm.rollout_is_level", "tokens", "'token'"]),
         (["algorithm.rollout_is_threshold=2", "algorithm.rollout_is_mode=truncated"], ["algorithm.rollout_is_mode", "truncated", "'truncate'"]),

@@ -14,10 +14,13 @@ from conftest import NUM_STEPS, Workspace, contents, last_checkpoint, metrics, s
 SLOW_REWARD = """
 import time
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(20)
+    time.sleep(1000)
     return 1.0
 """
-SLOW = ("reward_model.custom_reward_function.path=slow.py", "trainer.val_before_train=false")
+SLOW = (
+    "reward_model.custom_reward_function.path=slow.py", "reward_model.reward_timeout_s=2000", "trainer.val_before_train=false",
+)  # fmt: skip
+"""Rewards that no command waits for: its own limit is 240 s."""
 
 
 def assert_resumes_as_if_nothing_had_happened(work: Workspace, finished) -> None:
@@ -27,18 +30,26 @@ def assert_resumes_as_if_nothing_had_happened(work: Workspace, finished) -> None
     assert not list(work.run_dir.rglob("*.tmp-*")), "leftovers of the killed process"
 
 
+def steps_done(work: Workspace) -> int:
+    return metrics(work.run_dir)[-1]["step"] if (work.run_dir / "metrics.jsonl").exists() and metrics(work.run_dir) else 0
+
+
 def half_written_checkpoint(work: Workspace) -> bool:
     return any((work.run_dir / "checkpoints").glob("*.tmp-*"))
 
 
 @pytest.mark.slow
 def test_killed_at_random_moments(finished, work):
-    """Kill the same run again and again, then let it finish: the moments are spread over its whole duration."""
+    """Kill the same run again and again, then let it finish: after each number of steps, and a moment more.
+
+    The steps say how far a run is on a fast machine and on a slow one; seconds would not.
+    """
     draw, statuses = random.Random(7), []
-    for _ in range(3):
+    for num_steps in range(NUM_STEPS):
         command = work.start("train", work.recipe)
         wait_for(lambda command=command: "resuming" in command.output or (work.run_dir / ".lock").exists(), command)
-        time.sleep(draw.uniform(0.0, 2.0))
+        wait_for(lambda command=command, num=num_steps: steps_done(work) >= num or command.poll() is not None, command)
+        time.sleep(draw.uniform(0.0, 0.2))
         command.signal(signal.SIGKILL)
         statuses.append(command.wait().status)
     assert -signal.SIGKILL in statuses and set(statuses) <= {-signal.SIGKILL, 0}
@@ -80,13 +91,10 @@ def test_a_second_signal_stops_at_once(work):
     work.write("slow.py", SLOW_REWARD)
     command = work.start("train", work.recipe, *SLOW)
     wait_for(lambda: (work.run_dir / "timeline" / "controller.json").exists(), command)
-    time.sleep(0.3)
-    started = time.monotonic()
     command.signal(signal.SIGINT)
     wait_for(lambda: "finishing this step" in command.output, command)
     command.signal(signal.SIGINT)
-    assert command.wait().status == 130
-    assert time.monotonic() - started < 15, "it waited for the rewards"
+    assert command.wait().status == 130, "it waited for the rewards"
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(work):

@@ -14,7 +14,7 @@ from commands import Command, run_fresh, wait_for
 from profiles import manifest, nsys_ranges
 
 from conftest import Workspace, last_checkpoint, metrics
-from pellucid.profiler.nsys_files import importer
+from pellucid.observe.nsys_files import importer
 
 pytestmark = [
     pytest.mark.slow,
@@ -134,7 +134,7 @@ def test_killing_the_command_kills_the_training(work: Workspace) -> None:
 def test_a_failing_step_keeps_its_capture_and_the_status(work: Workspace) -> None:
     work.write("wrong.py", "def own(*arguments, **options): raise ValueError('planted')\n")
     own = "algorithm.adv_estimator=wrong.py:own"
-    done = work.train(*ON, QUIET, "global_profiler.steps=[1]", own, status=1)
+    done = work.train(*ON, QUIET, "global_profiler.steps=[1]", own, status=2)
     assert "planted" in done.output
     [(name, names)] = reports(work).items()
     assert name.endswith(".1.nsys-rep") and names["rollout_generate"] == names["reward"] == 1

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from conftest import Workspace
-from pellucid.rollout_dump import read_rollouts
+from pellucid.files.rollout_dump import read_rollouts
 
 ACTOR = "actor_rollout_ref.actor"
 ON = (
@@ -24,7 +24,7 @@ ON = (
 PLANT = """
 import sys
 import torch
-from pellucid.algo.policy_loss import POLICY_LOSSES
+from pellucid.algo.policy_loss import vanilla
 
 plain = torch.nn.Embedding.forward
 
@@ -38,11 +38,11 @@ def forward(self, ids):
     return out
 
 torch.nn.Embedding.forward = forward
-loss = POLICY_LOSSES["vanilla"].function
+loss = vanilla
 """
 SPOILT_STEP = """
 import torch
-from pellucid.algo.policy_loss import POLICY_LOSSES
+from pellucid.algo.policy_loss import vanilla
 
 plain = torch.optim.AdamW.step
 
@@ -53,7 +53,7 @@ def step(self, *args, **kwargs):
     return done
 
 torch.optim.AdamW.step = step
-loss = POLICY_LOSSES["vanilla"].function
+loss = vanilla
 """
 EQUALS = 17
 """The id of `=`, the last token of every prompt."""

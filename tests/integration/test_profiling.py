@@ -67,10 +67,10 @@ def test_discrete_captures_are_one_a_stage_of_every_role(work: Workspace, judge:
     [
         ("actor_compute_log_prob", ACTOR, "micro_batch", ()),
         ("ref_compute_log_prob", ACTOR, "micro_batch", ()),
-        ("actor_update", ACTOR, "micro_batch", ("mini_batch",)),
-        ("actor_update", ACTOR, "mini_batch", ("micro_batch",)),
-        ("critic_update", "critic", "mini_batch", ("micro_batch",)),
-        ("critic_update", "critic", "micro_batch", ("mini_batch",)),
+        ("actor_update", ACTOR, "micro_batch", ("mini_batch", "optimizer_step")),
+        ("actor_update", ACTOR, "mini_batch", ("micro_batch", "optimizer_step")),
+        ("critic_update", "critic", "mini_batch", ("micro_batch", "optimizer_step")),
+        ("critic_update", "critic", "micro_batch", ("mini_batch", "optimizer_step")),
         ("compute_values", "critic", "micro_batch", ()),
         ("rollout_generate", ROLLOUT, "decode_step", ()),
     ],
@@ -114,7 +114,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 TOOLS = """
 import torch
 from pellucid.errors import UserError
-from pellucid.profiler.tools.torch_trace import TorchTool
+from pellucid.observe.tools.torch_trace import TorchTool
 
 
 class Breaks(TorchTool):
@@ -153,7 +153,8 @@ def test_a_tool_that_fails_leaves_training_alone_unless_strict(work: Workspace, 
     assert (work.run_dir / "checkpoints" / "global_step_2").is_dir()
     strict = work.train(*SHORT, f"global_profiler.tool=tools.py:{tool}", "global_profiler.strict=true", "trainer.resume_mode=disable",
                         "trainer.default_local_dir=strict", status=1 if tool == "Breaks" else 2)  # fmt: skip
-    assert said in strict.text
+    assert said in strict.text and "Traceback" not in strict.output
+    assert tool != "Breaks" or "Traceback" in (work.folder / "strict" / "logs" / "controller.log").read_text()
 
 
 def test_a_failing_step_keeps_its_trace(work: Workspace) -> None:

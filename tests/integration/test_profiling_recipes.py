@@ -14,7 +14,7 @@ from profiles import manifest, nsys_ranges, ranges
 
 from conftest import Workspace
 from contract.npu_stub import make_stub_package
-from pellucid.profiler.nsys_files import importer
+from pellucid.observe.nsys_files import importer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "profiling"
@@ -42,7 +42,7 @@ TORCH: dict[str, Captures] = {
 SAMPLED: dict[str, tuple[str, str, int, int, set[str]]] = {
     "sample_decode_steps": ("rollout_generate", "decode_step", 2, 3, {"decode_step"}),
     "sample_ref_log_prob": ("ref_compute_log_prob", "micro_batch", 0, 1, {"micro_batch"}),
-    "sample_update_mini_batch": ("actor_update", "mini_batch", 0, 1, {"mini_batch", "micro_batch"}),
+    "sample_update_mini_batch": ("actor_update", "mini_batch", 0, 1, {"mini_batch", "micro_batch", "optimizer_step"}),
     "sample_update_micro_batch": ("actor_update", "micro_batch", 1, 1, {"micro_batch"}),
 }
 """Stage, unit, the first that is captured, how many, and the ranges in the trace."""

@@ -15,7 +15,7 @@ PLUGIN = """
 import ctypes, hashlib, re, time
 from collections import deque
 from itertools import repeat
-from pellucid.algo.advantages import ESTIMATORS
+from pellucid.algo.advantages import grpo
 
 STUCK = {
     "asleep": lambda: time.sleep(1000),
@@ -30,7 +30,7 @@ def advantages(inputs):
     calls += 1
     if calls == 2:
         STUCK[HOW]()
-    return ESTIMATORS["grpo"](inputs)
+    return grpo(inputs)
 """
 REWARD = """
 import time

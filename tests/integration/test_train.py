@@ -6,8 +6,8 @@ import yaml
 
 from conftest import NUM_STEPS, contents, metrics, state, untimed
 from pellucid.config import load_config
-from pellucid.metrics.table import find
-from pellucid.rollout_dump import read_rollouts
+from pellucid.files.rollout_dump import read_rollouts
+from pellucid.metrics.definitions import find
 
 EVERY_STEP = (
     "training/global_step", "training/epoch", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "actor/pg_clipfrac",

@@ -12,7 +12,7 @@ import numpy as np
 
 from pellucid.precision.dump import About, Entry, Pass, SampleSums, StageDump, TensorStats
 from pellucid.precision.dump_files import write_dump
-from pellucid.profiler.probe import TokenSpan
+from pellucid.stages import TokenSpan
 
 Array = np.ndarray
 HIDDEN, VOCABULARY, LAYERS = 32, 50, 3

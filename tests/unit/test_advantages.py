@@ -1,7 +1,8 @@
 """Every advantage estimator against loops over samples and tokens written from its definition, in float64."""
 
+import inspect
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from pellucid.algo.advantages import (
     EPSILON,
-    ESTIMATORS,
     ROUNDING,
     AdvantageInputs,
     discounted_sum,
@@ -19,9 +19,25 @@ from pellucid.algo.advantages import (
     next_unmasked,
     whiten,
 )
+from pellucid.algo.catalog import ARGUMENTS, ESTIMATORS, estimator_entry, load
 
 BY_GROUP = ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "gdpo"]
 NAMES = sorted(ESTIMATORS)
+
+
+@dataclass(frozen=True)
+class Case(AdvantageInputs):
+    """The inputs of every estimator, with all that any of them may take beside them."""
+
+    values: torch.Tensor = None
+    greedy_scores: torch.Tensor = None
+    reward_components: torch.Tensor = None
+    component_weights: torch.Tensor = None
+
+
+def estimate(name, case):
+    entry = ESTIMATORS[name]
+    return load(entry.function)(case, **{argument: getattr(case, argument) for argument in entry.arguments})
 
 
 # --- the definitions, one float at a time -----------------------------------------------------------------------------
@@ -84,10 +100,9 @@ def sample_advantage(name, case, row):
     if name == "reinforce_plus_plus_baseline":
         return mine - mean_and_std(list(scores.values()))[0]
     assert name == "gdpo"
-    weights = [1.0] * case.reward_components.shape[1] if case.component_weights is None else case.component_weights
     return sum(
         float(weight) * grpo_by_hand(case, row, lambda other, k=k: float(case.reward_components[other, k]))
-        for k, weight in enumerate(weights)
+        for k, weight in enumerate(case.component_weights)
     )
 
 
@@ -139,7 +154,7 @@ def by_hand(name, case):
 def case_of(mask, group, seed=0, **changes):
     """Random inputs of float64 for every estimator; changes replace fields."""
     shape, rows = mask.shape, len(mask)
-    case = AdvantageInputs(
+    case = Case(
         token_rewards=noise64(shape, seed).round(decimals=1),
         mask=mask,
         group=torch.as_tensor(group, dtype=torch.int64),
@@ -167,7 +182,7 @@ def equal_rewards(mask, score, dtype=torch.float64):
     return {
         "token_rewards": last_token_rewards(mask, [score] * rows).to(dtype),
         "reward_components": torch.full((rows, 2), score, dtype=dtype),
-        "component_weights": None,
+        "component_weights": torch.ones(2),
     }
 
 
@@ -203,9 +218,9 @@ def has_group_of_one(case):
 def check(name, case, tolerance=1e-6):
     if name == "grpo_passk" and has_group_of_one(case):
         with pytest.raises(ValueError, match="at least two"):
-            ESTIMATORS[name](case)
+            estimate(name, case)
         return
-    outputs = ESTIMATORS[name](case)
+    outputs = estimate(name, case)
     for output, expected in zip(outputs, by_hand(name, case)):
         assert output.dtype == case.token_rewards.dtype
         torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
@@ -253,7 +268,7 @@ def drawn_case(data, mask, seed, **changes):
 
 
 def outputs_or_none(name, case):
-    return None if name == "grpo_passk" and has_group_of_one(case) else ESTIMATORS[name](case)
+    return None if name == "grpo_passk" and has_group_of_one(case) else estimate(name, case)
 
 
 def rows_of(case, rows):
@@ -267,7 +282,7 @@ def test_gpg_takes_rewards_that_cancel_out_for_none():
     cancelling, none = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     assert float(cancelling.sum()) != 0
     one = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-    outputs = [ESTIMATORS["gpg"](case_of(mask, [0, 0], token_rewards=torch.stack([first, one])))[0] for first in (cancelling, none)]
+    outputs = [estimate("gpg", case_of(mask, [0, 0], token_rewards=torch.stack([first, one])))[0] for first in (cancelling, none)]
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
@@ -279,35 +294,8 @@ def test_permuting_samples_permutes_advantages(name, mask, seed, data):
     order = data.draw(st.permutations(range(len(mask))))
     if (outputs := outputs_or_none(name, case)) is None:
         return
-    for output, permuted in zip(outputs, ESTIMATORS[name](rows_of(case, order))):
+    for output, permuted in zip(outputs, estimate(name, rows_of(case, order))):
         torch.testing.assert_close(permuted, output[order], rtol=1e-9, atol=1e-9)
-
-
-@quick
-@pytest.mark.parametrize("name", NAMES)
-@given(mask=holed_masks, seed=st.integers(0, 99), data=st.data())
-def test_masked_columns_change_nothing_wherever_they_are(name, mask, seed, data):
-    case = drawn_case(data, mask, seed)
-    if (outputs := outputs_or_none(name, case)) is None:
-        return
-    width, extra = mask.shape[1], data.draw(st.integers(1, 3))
-    place = data.draw(st.permutations(range(width + extra)))[:width]
-    place.sort()
-
-    def widen(tensor, filler):
-        wide = torch.full((len(mask), width + extra), filler, dtype=tensor.dtype)
-        wide[:, place] = tensor
-        return wide
-
-    wider = replace(
-        case,
-        mask=widen(mask, False),
-        token_rewards=widen(case.token_rewards, 1e6),
-        values=widen(case.values, float("nan")),
-    )
-    for output, wide in zip(outputs, ESTIMATORS[name](wider)):
-        torch.testing.assert_close(wide[:, place], output, rtol=1e-9, atol=1e-9)
-        assert int(wide.count_nonzero()) == int(wide[:, place].count_nonzero())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -318,7 +306,7 @@ def test_fully_masked_rows_count_nowhere(name):
     for value in (case.token_rewards, case.greedy_scores, case.reward_components, case.values):
         value[[1, 4]] = float("nan")
     rows = [0, 2, 3, 5]
-    for output, without in zip(ESTIMATORS[name](case), ESTIMATORS[name](rows_of(case, rows))):
+    for output, without in zip(estimate(name, case), estimate(name, rows_of(case, rows))):
         torch.testing.assert_close(output[rows], without, rtol=1e-12, atol=1e-12)
         assert not output[[1, 4]].any()
 
@@ -327,7 +315,7 @@ def test_fully_masked_rows_count_nowhere(name):
 def test_outputs_are_apart_and_carry_no_gradient(name):
     case = case_of(RAGGED, [0, 1, 0, 0, 2, 1, 0, 2])
     case = replace(case, token_rewards=case.token_rewards.requires_grad_(), values=case.values.requires_grad_())
-    advantages, returns = ESTIMATORS[name](case)
+    advantages, returns = estimate(name, case)
     assert not advantages.requires_grad and not returns.requires_grad
     assert advantages.data_ptr() != returns.data_ptr()
     assert advantages.is_contiguous() and returns.is_contiguous()
@@ -336,47 +324,62 @@ def test_outputs_are_apart_and_carry_no_gradient(name):
 @pytest.mark.parametrize("score", [0.0, 1.0, 0.1, -3.3])
 @pytest.mark.parametrize("name", [*BY_GROUP, "grpo_passk"])
 def test_equal_rewards_teach_exactly_nothing(name, score):
-    advantages, _ = ESTIMATORS[name](case_of(FULL, [0] * 7, **equal_rewards(FULL, score, torch.float32)))
+    advantages, _ = estimate(name, case_of(FULL, [0] * 7, **equal_rewards(FULL, score, torch.float32)))
     assert torch.equal(advantages, torch.zeros_like(advantages))
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
 def test_a_group_of_one_keeps_its_score(name):
     mask = torch.ones(1, 3, dtype=torch.bool)
-    advantages, _ = ESTIMATORS[name](case_of(mask, [0], token_rewards=last_token_rewards(mask, [0.7])))
+    advantages, _ = estimate(name, case_of(mask, [0], token_rewards=last_token_rewards(mask, [0.7])))
     assert advantages.tolist() == [pytest.approx([0.7] * 3, rel=2e-6)]
 
 
 def test_pass_at_k_of_a_group_that_failures_left_with_one_sample_is_zero():
     mask = torch.tensor([[True, True], [False, False]])
-    advantages, _ = ESTIMATORS["grpo_passk"](case_of(mask, [0, 0]))
+    advantages, _ = estimate("grpo_passk", case_of(mask, [0, 0]))
     assert not advantages.any()
-
-
-@pytest.mark.parametrize(
-    ("name", "field"), [("gae", "values"), ("remax", "greedy_scores"), ("gdpo", "reward_components")]
-)
-def test_an_estimator_names_the_input_that_it_lacks(name, field):
-    with pytest.raises(ValueError, match=f"{name} needs `{field}`"):
-        ESTIMATORS[name](case_of(FULL, [0] * 7, **{field: None}))
-
-
-def test_gdpo_weighs_every_component_one_by_default():
-    case = case_of(FULL, [0, 0, 0, 1, 1, 1, 1])
-    ones = replace(case, component_weights=torch.ones(3))
-    assert torch.equal(ESTIMATORS["gdpo"](replace(case, component_weights=None))[0], ESTIMATORS["gdpo"](ones)[0])
 
 
 def test_gae_without_decay_is_the_return_less_the_value():
     case = case_of(MASK, [0, 0, 0, 0, 0], gamma=1.0, lam=1.0)
-    _, returns = ESTIMATORS["gae"](case)
-    torch.testing.assert_close(returns, ESTIMATORS["remax"](case)[1])
+    _, returns = estimate("gae", case)
+    torch.testing.assert_close(returns, estimate("remax", case)[1])
 
 
 def test_every_estimator_of_the_family_is_there():
     assert set(ESTIMATORS) == {
         "gae", "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gdpo",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "needs"),
+    [
+        ("def mine(inputs): ...", set()),
+        ("def mine(inputs, values): ...", {"values"}),
+        ("import no_such_module\ndef mine(inputs, *, greedy_scores, k=3): ...", {"greedy_scores"}),
+        ("def mine(inputs, reward_components, component_weights): ...", {"reward_components"}),
+        ("def other(inputs, values): ...", set()),
+        ("def mine(inputs, values: ...", set()),
+    ],
+)
+def test_a_function_of_one_s_own_says_what_it_needs_by_its_parameters(source, needs, tmp_path):
+    (tmp_path / "own.py").write_text(source)
+    entry = estimator_entry(f"{tmp_path}/own.py:mine")
+    assert entry.needs == needs and set(entry.arguments) - needs <= {"component_weights"}
+
+
+def test_a_missing_file_or_module_needs_nothing():
+    assert not estimator_entry("no_such_file.py:mine").needs
+    assert not estimator_entry("no_such_module.inner:mine").needs
+    assert "values" in estimator_entry("pellucid.algo.advantages:gae").needs
+
+
+def test_arguments_are_the_functions_own_parameters():
+    for entry in ESTIMATORS.values():
+        parameters = list(inspect.signature(load(entry.function)).parameters)
+        assert parameters[1:] == list(entry.arguments) and set(entry.arguments) <= set(ARGUMENTS)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -406,5 +409,5 @@ def test_sums_and_successors_skip_holes():
 def test_empty_batches():
     for shape in ((0, 3), (2, 0)):
         empty = case_of(torch.zeros(shape, dtype=torch.bool), [0] * shape[0])
-        assert all(output.shape == shape for name in NAMES for output in ESTIMATORS[name](empty))
+        assert all(output.shape == shape for name in NAMES for output in estimate(name, empty))
     assert not group_sum(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).numel()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pellucid.checkpoint_store import MANIFEST, CheckpointStore
 from pellucid.errors import UserError
+from pellucid.files.checkpoint_store import MANIFEST, CheckpointStore
 
 
 def writer(*names: str, content: bytes = b"weights"):
@@ -242,7 +242,7 @@ def test_leftovers_are_cleared_and_a_replaced_one_comes_back(tmp_path):
 LOOP = """
     import sys
     from pathlib import Path
-    from pellucid.checkpoint_store import CheckpointStore
+    from pellucid.files.checkpoint_store import CheckpointStore
     store = CheckpointStore(Path(sys.argv[1]), keep=2)
     store.recover()
     step = store.latest() or 0
@@ -267,6 +267,7 @@ LOOP = """
 
 
 @pytest.mark.parametrize("how", ["save", "start"])
+@pytest.mark.processes
 def test_survives_kills_at_random_moments(tmp_path, how):
     rng, store, announced = random.Random(0), CheckpointStore(tmp_path), 0
     for _ in range(20):

@@ -1,23 +1,19 @@
 """Rules on estimators, losses, critic, rewards and adapters; keys that act in some modes only; the plan's lines on them."""
 
+import dataclasses
+
 import pytest
+from config_cases import error_of, load
 
 from pellucid.config import ModelFacts, RunConfig, build_plan, load_config
-from pellucid.config.convert import flat_hints
-from pellucid.config.validate.effects import EFFECTS, changed_keys
+from pellucid.config.convert import flat_hints, hints_of
+from pellucid.config.plan import plan_rows
+from pellucid.config.schema import SftConfig
+from pellucid.config.validate.effects import changed_keys
 from pellucid.errors import UserError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 LOSS = f"{ACTOR}.policy_loss"
-BASE = [
-    "data.train_files=x.jsonl",
-    "data.train_batch_size=8",
-    f"{MODEL}.path=m",
-    f"{ACTOR}.strategy=fsdp2",
-    f"{ACTOR}.ppo_mini_batch_size=4",
-    f"{ACTOR}.use_dynamic_bsz=true",
-    f"{ROLLOUT}.n=4",
-]
 GAE = ["algorithm.adv_estimator=gae"]
 GDPO = ["algorithm.adv_estimator=gdpo"]
 JUDGE = ["reward_model.enable=true", "reward_model.model.path=m"]
@@ -26,16 +22,6 @@ ADAPTIVE = [*KL_REWARD, "algorithm.kl_ctrl.type=adaptive"]
 KL_LOSS = [f"{ACTOR}.use_kl_loss=true"]
 EXACT_LOSS, EXACT_REWARD = [*KL_LOSS, f"{ACTOR}.kl_loss_type=full"], [*KL_REWARD, "algorithm.kl_penalty=full"]
 REF = "actor_rollout_ref.ref"
-
-
-def load(*overrides):
-    return load_config(None, [*BASE, *overrides])
-
-
-def error_of(*overrides) -> UserError:
-    with pytest.raises(UserError) as caught:
-        load(*overrides)
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -102,7 +88,7 @@ def error_of(*overrides) -> UserError:
         ([f"{LOSS}.clip_cov_lb=0.5"], f"{LOSS}.clip_cov_lb", ["with loss_mode: vanilla", "clip_cov"]),
         ([f"{LOSS}.kl_cov_ratio=0.1"], f"{LOSS}.kl_cov_ratio", ["kl_cov"]),
         ([f"{LOSS}.tau_pos=2", f"{LOSS}.loss_mode=dro"], f"{LOSS}.tau_pos", ["loss_mode: dro"]),
-        ([f"{LOSS}.dro_beta=2"], f"{LOSS}.dro_beta", ["to dro"]),
+        ([f"{LOSS}.dro_beta=2"], f"{LOSS}.dro_beta", ["loss_mode: dro"]),
         *(
             ([f"{LOSS}.loss_mode={loss}", f"{ACTOR}.clip_ratio=0.3"], f"{ACTOR}.clip_ratio", [f"0.3 has no effect with loss_mode: {loss}"])
             for loss in ("gpg", "dro", "sapo", "kl_cov")
@@ -229,15 +215,31 @@ def test_changed_keys_are_those_that_differ_from_default_or_link():
     base = set(changed_keys(load().config))
     changed = changed_keys(load(f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.use_kl_loss=true", "trainer.seed=4").config)
     assert set(changed) - base == {f"{ACTOR}.clip_ratio", f"{ACTOR}.use_kl_loss", "trainer.seed"}
-    assert changed["trainer.seed"] == 4
+    assert changed["trainer.seed"].value == 4
     assert "data.seed" in changed_keys(load("data.seed=4").config)
     assert "data.seed" not in changed_keys(load("data.seed=4", "trainer.seed=4").config)
 
 
-def test_the_table_of_effects_names_keys_that_exist():
-    for effect in EFFECTS:
-        for key in effect.keys or ("",):
-            assert f"{effect.section}.{key}".rstrip(".") in flat_hints(RunConfig)
+@pytest.mark.parametrize("root", [RunConfig, SftConfig])
+def test_what_a_key_needs_is_a_key_with_such_values(root):
+    """Each `Needs` of the schema can be asked of a config, and its values are among those that its key can have."""
+    checked = 0
+    for section, item in fields_of(root):
+        for need in item.metadata.get("needs", ()):
+            need.missing(root(), section)
+            name = f"{section}{need.key}".lstrip(".") if need.key.startswith(".") else need.key
+            for value in need.values:
+                assert value in str(flat_hints(root)[name]), (item.name, need)
+            checked += 1
+    assert checked > 1
+
+
+def fields_of(part, section=""):
+    for item in dataclasses.fields(part):
+        hint = hints_of(part)[item.name]
+        yield section, item
+        if dataclasses.is_dataclass(hint):
+            yield from fields_of(hint, f"{section}.{item.name}".lstrip("."))
 
 
 FACTS = ModelFacts(
@@ -246,25 +248,17 @@ FACTS = ModelFacts(
 
 
 def rows(*overrides) -> dict[str, str]:
-    return dict(build_plan(load(*overrides).config, 80, FACTS).rows())
+    return dict(plan_rows(build_plan(load(*overrides).config, 80, FACTS)))
 
 
 def test_the_plan_says_what_is_switched_on():
     plain = rows()
     assert plain["algorithm"] == "advantages grpo, loss vanilla, token-mean"
-    assert not {"critic", "LoRA", "reward", "KL", "dynamic sampling", "correction", "simulated mismatch"} & set(plain)
-    ppo = rows(*GAE, "trainer.critic_warmup=3", "critic.ppo_epochs=2")
-    assert ppo["critic"] == (
-        "m, 8 prompts ÷ 4 per mini-batch × 2 epochs = 4 optimizer steps per step; it learns alone for the first 3 steps"
+    assert "correction" not in plain
+    assert rows("algorithm.bypass_mode=true", "algorithm.loss_type=reinforce")["algorithm"].endswith(
+        "loss reinforce, token-mean"
     )
-    assert "critic 15.6 KiB" in ppo["memory (estimate)"]
-    kl = rows(*KL_REWARD, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_penalty=full")["KL"]
-    assert kl == "0.001 × full in the reward, steered towards a KL of 0.1 over 10,000 samples"
-    assert "acc" in rows("algorithm.filter_groups.enable=true")["dynamic sampling"]
-    lab = rows(f"{ROLLOUT}.simulate_mismatch={{dtype: int8, stale_steps: 2, noise: 0.1}}")["simulated mismatch"]
-    assert "deliberately NOT the trained one: int8 weights, 2 steps behind, noise 0.1" in lab
-    reward = rows("reward_model={enable: true, weight: 0.5, model: {path: m}, overlong_buffer: {enable: true, len: 9}}")
-    assert reward["reward"] == "0.5 × score of m, 1 × rule, penalty growing to 1 over the last 9 tokens"
+    assert "critic 15.6 KiB" in rows(*GAE)["memory (estimate)"]
 
 
 def test_the_policy_learns_before_the_run_ends():
@@ -274,8 +268,8 @@ def test_the_policy_learns_before_the_run_ends():
         rows(*warm, "trainer.total_epochs=2")
     with pytest.raises(UserError, match="the run has 10"):
         rows(*warm)
-    assert "20 steps" in rows(*warm, "trainer.total_epochs=3")["critic"]
-    assert "20 steps" in rows(*warm, "data.val_files=x", "trainer.val_only=true")["critic"]
+    assert "30 steps in all" in rows(*warm, "trainer.total_epochs=3")["steps"]
+    assert "10 steps in all" in rows(*warm, "data.val_files=x", "trainer.val_only=true")["steps"]
 
 
 def test_the_plan_counts_an_adapter_and_no_reference_under_lora():
@@ -285,7 +279,7 @@ def test_the_plan_counts_an_adapter_and_no_reference_under_lora():
     assert plan.memory is not None
     assert (plan.memory.weights, plan.memory.reference) == (4 * (1000 + adapter), 0)
     assert (plan.memory.gradients, plan.memory.optimizer) == (4 * adapter, 8 * adapter)
-    assert f"{adapter:,} trained parameters" in dict(plan.rows())["LoRA"]
+    assert f"{adapter:,} trained parameters" in dict(plan_rows(plan))["model"]
     some = build_plan(load(*lora, f"{MODEL}.target_modules=[q_proj,up]").config, 80, FACTS)
     assert some.memory is not None
     assert some.memory.gradients == 4 * 4 * (16 + 24)

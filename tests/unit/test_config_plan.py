@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.config import ModelFacts, RunConfig, build_plan, load_config, read_model_facts
-from pellucid.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, RolloutConfig
+from pellucid.config.plan import plan_rows
+from pellucid.config.schema.actor import ActorConfig
+from pellucid.config.schema.data import DataConfig
+from pellucid.config.schema.rollout import RolloutConfig
+from pellucid.config.schema.root import ActorRolloutRefConfig
 from pellucid.errors import UserError
 
 FACTS = ModelFacts(1000, 8, 16, 2, 2, 4, 50, "float32")
@@ -32,7 +36,7 @@ def run_config(prompts=8, mini=4, n=4, micro=None, budget=64, epochs=1, prompt=1
 
 def test_the_plan_of_a_small_run():
     plan = build_plan(run_config(), 100, FACTS)
-    rows = dict(plan.rows())
+    rows = dict(plan_rows(plan))
     assert rows["samples per step"] == "8 prompts × 4 samples = 32 samples"
     assert rows["optimizer steps"] == "8 prompts ÷ 4 per mini-batch = 2 per step"
     assert rows["micro-batches"] == "16 samples per mini-batch in at most 8 micro-batches"
@@ -50,10 +54,12 @@ def test_the_plan_of_a_small_run():
 
 def test_fixed_micro_batches_are_exact_and_epochs_multiply():
     plan = build_plan(run_config(micro=2, epochs=3), 16, None)
-    assert (plan.micro_batches_per_mini_batch, plan.micro_batches_exact) == (8, True)
+    assert plan.micro_batches_per_mini_batch == 8 and dict(plan_rows(plan))["micro-batches"].endswith(
+        "mini-batch in 8 micro-batches"
+    )
     assert plan.optimizer_steps_per_step == 6
     assert plan.memory is None
-    assert "× 3 epochs = 6 per step" in dict(plan.rows())["optimizer steps"]
+    assert "× 3 epochs = 6 per step" in dict(plan_rows(plan))["optimizer steps"]
 
 
 def test_a_step_that_cannot_be_filled():
@@ -80,7 +86,7 @@ def test_total_steps_and_reference(tmp_path):
     assert plan.total_steps == 9
     assert plan.memory is not None
     assert plan.memory.reference == 4000
-    assert "reference" in dict(plan.rows())["memory (estimate)"]
+    assert "reference" in dict(plan_rows(plan))["memory (estimate)"]
 
 
 @settings(deadline=None)
@@ -100,7 +106,7 @@ def test_the_bound_on_micro_batches_holds_for_greedy_packing(mini, factor, n, pr
         used += prompt + response
     assert plan.micro_batches_per_mini_batch == micro_batches
     assert plan.samples_per_step == mini * factor * n
-    assert plan.optimizer_steps_per_step * mini == plan.prompts_per_step
+    assert plan.optimizer_steps_per_step * mini == mini * factor
 
 
 def write_model(folder, shapes, *, shards=1, dtype="F32", **facts):

@@ -2,29 +2,13 @@
 
 import pytest
 import yaml
+from config_cases import BASE, error_of
 
 from pellucid.config import SftConfig, load_config
-from pellucid.config.deferred import DEFERRED
-from pellucid.config.migrate import migrate
-from pellucid.errors import UserError
+from pellucid.config.compat import TABLE, migrate
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-BASE = [
-    "data.train_files=x.jsonl",
-    "data.train_batch_size=8",
-    "actor_rollout_ref.model.path=m",
-    f"{ACTOR}.strategy=fsdp2",
-    f"{ACTOR}.ppo_mini_batch_size=4",
-    f"{ACTOR}.use_dynamic_bsz=true",
-    f"{ROLLOUT}.n=4",
-]
 SFT = ["data.train_files=x.jsonl", "model.path=m"]
-
-
-def error_of(*overrides, base=BASE, **kwargs) -> UserError:
-    with pytest.raises(UserError) as caught:
-        load_config(None, [*base, *overrides], **kwargs)
-    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -238,9 +222,9 @@ def test_an_off_block_may_link_to_keys_that_do_not_exist():
 
 
 def test_every_later_key_names_what_it_belongs_to():
-    patterns = [entry.pattern for entry in DEFERRED]
+    patterns = [row.pattern for row in TABLE]
     assert len(set(patterns)) == len(patterns)
-    assert all(entry.belongs for entry in DEFERRED)
+    assert all(row.new or row.why or row.instead or callable(row.off) for row in TABLE)
 
 
 @pytest.mark.parametrize(

@@ -4,27 +4,16 @@ import dataclasses
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
-from algo_cases import noise, quick, ragged_masks
+from algo_cases import correction, noise, quick, ragged_masks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.algo import mismatch
-from pellucid.algo.correction import (
-    HEALTH,
-    CorrectionSettings,
-    RejectionRule,
-    correct,
-    correction_weights,
-    geometric_mean_weights,
-    out_of_range,
-    rejection_mask,
-)
-from pellucid.algo.correction_metrics import order_statistic_of_parts
-from pellucid.algo.mismatch import in_threads, mismatch_metrics
-from pellucid.metrics.table import check_names
+from pellucid.algo.correction import correct, geometric_mean_weights, weigh
+from pellucid.algo.mismatch import HEALTH, out_of_range
+from pellucid.config.schema.algorithm import AlgorithmConfig, RejectionRuleConfig
+from pellucid.metrics.definitions import check_names
 
 LEVELS, MODES = ["token", "sequence", "geometric"], ["truncate", "clip"]
 STATISTICS, RULE_LEVELS = ["k1", "k2", "k3"], ["token", "seq_sum", "seq_mean", "seq_max"]
@@ -88,45 +77,45 @@ def by_hand(old, rollout, mask, settings):
         for i in range(mask.shape[0])
         if mask[i].any()
     }
-    upper = settings.threshold
-    lower = 1 / upper if settings.threshold_lower is None else settings.threshold_lower
-    veto = settings.veto_threshold or 0.0
-    of_sequence = {i: math.fsum(row.values()) / (len(row) if settings.level == "geometric" else 1) for i, row in rows.items()}
+    upper = settings.rollout_is_threshold
+    lower = 1 / upper if settings.rollout_is_threshold_lower is None else settings.rollout_is_threshold_lower
+    veto = settings.rollout_is_veto_threshold or 0.0
+    of_sequence = {i: math.fsum(row.values()) / (len(row) if settings.rollout_is_level == "geometric" else 1) for i, row in rows.items()}
     weights, kept = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros_like(mask)
     tokens = []  # the log-ratio at the level, of every token
     for i, row in rows.items():
         vetoed = any(math.exp(gap) < veto for gap in row.values())
         for t, gap in row.items():
-            x = gap if settings.level == "token" else of_sequence[i]
+            x = gap if settings.rollout_is_level == "token" else of_sequence[i]
             tokens.append(x)
-            weight = min(exp20(x), upper) if settings.mode == "truncate" else exp20(x) * (lower <= math.exp(x) <= upper)
-            kept[i, t] = all(rule_keeps(rule, list(row.values()), gap) for rule in settings.rejection)
+            weight = min(exp20(x), upper) if settings.rollout_is_mode == "truncate" else exp20(x) * (lower <= math.exp(x) <= upper)
+            kept[i, t] = all(rule_keeps(rule, list(row.values()), gap) for rule in settings.rollout_rs)
             weights[i, t] = 0.0 if vetoed or not kept[i, t] else weight
-    if settings.batch_normalize:
+    if settings.rollout_is_batch_normalize:
         per_row = [[float(weights[i, t]) for t in row if kept[i, t]] for i, row in rows.items()]
         trained = [row for row in per_row if row]
-        total = mean(w for row in trained for w in row) if settings.level == "token" else mean(map(mean, trained))
+        total = mean(w for row in trained for w in row) if settings.rollout_is_level == "token" else mean(map(mean, trained))
         weights /= total or 1.0
-    bounded = [min(max(exp20(x), lower), upper) for x in tokens]
-    center = mean(bounded)
+    applied = [float(weights[i, t]) for i, row in rows.items() for t in row if kept[i, t]]
+    center, square = mean(applied), mean(w * w for w in applied)
     sequences = [exp20(x) for x in of_sequence.values()]
     gaps = [gap for row in rows.values() for gap in row.values()]
-    counted = list(of_sequence.values()) if settings.level == "sequence" else tokens
+    counted = list(of_sequence.values()) if settings.rollout_is_level == "sequence" else tokens
     values = {
         "mean": mean(map(exp20, tokens)),
-        "std": math.sqrt(mean((w - center) ** 2 for w in bounded)),
+        "std": math.sqrt(mean((w - center) ** 2 for w in applied)),
         "min": exp20(min(tokens)),
         "max": exp20(max(tokens)),
         **{f"p{percent}": percentile(map(exp20, tokens), percent) for percent in (25, 50, 75, 95, 99)},
-        "eff_sample_size": 1 / mean((w / center) ** 2 for w in bounded),
+        "eff_sample_size": center**2 / square if square else 0.0,
         "veto_fraction": mean(any(math.exp(gap) < veto for gap in row.values()) for row in rows.values()),
         "catastrophic_token_fraction": mean(math.exp(gap) < veto for gap in gaps),
         "ratio_fraction_high": mean(math.exp(x) > upper for x in counted),
         "ratio_fraction_low": mean(math.exp(x) < lower for x in counted),
     }
-    if settings.mode == "clip":
+    if settings.rollout_is_mode == "clip":
         values["clipped_fraction"] = mean(not lower <= math.exp(x) <= upper for x in tokens)
-    if settings.level != "token":
+    if settings.rollout_is_level != "token":
         center = mean(sequences)
         squares = [(w - center) ** 2 for w in sequences]
         values |= {
@@ -139,7 +128,7 @@ def by_hand(old, rollout, mask, settings):
             "seq_fraction_low": mean(math.exp(x) < lower for x in of_sequence.values()),
         }
     metrics = {f"mismatch/rollout_is_{name}": value for name, value in values.items()}
-    if settings.rejection:
+    if settings.rollout_rs:
         metrics["mismatch/rollout_rs_masked_fraction"] = 1 - int(kept.sum()) / len(gaps)
         metrics["mismatch/rollout_rs_seq_masked_fraction"] = mean(int(kept[i].sum()) < len(row) for i, row in rows.items())
     return weights, kept, metrics
@@ -151,7 +140,7 @@ def assert_matches(old, rollout, mask, settings):
     assert result.weights is not None and result.weights.dtype == torch.float32
     torch.testing.assert_close(result.weights.double(), weights, rtol=1e-6, atol=1e-12)
     assert torch.equal(result.mask, kept)
-    metrics |= mismatch_metrics(old, rollout, mask)
+    metrics |= correct(old, rollout, mask, AlgorithmConfig()).metrics
     assert result.metrics == {name: pytest.approx(value, rel=1e-6, abs=1e-9) for name, value in metrics.items()}
     check_names(result.metrics)
 
@@ -163,7 +152,7 @@ def assert_matches(old, rollout, mask, settings):
 @pytest.mark.parametrize("level", LEVELS)
 def test_correction_is_the_definition(level, mode, veto, normalize, extremes):
     for bounds, scale in itertools.product([(2.0, None), (1.3, 0.2), (1e3, 0.9), (0.9, 0.3)], [1e-3, 0.4]):
-        settings = CorrectionSettings(*bounds, level, mode, veto, normalize)
+        settings = correction(*bounds, level, mode, veto, normalize)
         assert_matches(*case(scale, extremes=extremes), MASK, settings)
 
 
@@ -173,22 +162,22 @@ def test_correction_is_the_definition(level, mode, veto, normalize, extremes):
 def test_rejection_is_the_definition(statistic, rule_level, level):
     num_rejected = []
     for upper, lower in [(1.5, None), (1.2, 0.5), (3.0, 0.9)] if statistic == "k1" else [(0.02, None), (0.2, None)]:
-        rule = RejectionRule(statistic, rule_level, lower, upper)
+        rule = RejectionRuleConfig(statistic, rule_level, lower, upper)
         for normalize, extremes in itertools.product([False, True], [False, True]):
-            settings = CorrectionSettings(2.0, level=level, batch_normalize=normalize, rejection=(rule,))
+            settings = correction(2.0, level=level, normalize=normalize, rules=(rule,))
             old, rollout = case(extremes=extremes)
             assert_matches(old, rollout, MASK, settings)
-            kept = rejection_mask(old - rollout, MASK, (rule,))
+            kept = correct(old, rollout, MASK, settings).mask
             num_rejected.append(int((MASK & ~kept).sum()))
     assert any(0 < number < int(MASK.sum()) for number in num_rejected), "the bounds test nothing"
 
 
 def test_rules_join():
-    rules = (RejectionRule("k1", "token", None, 1.2), RejectionRule("k2", "seq_mean", None, 0.1))
+    rules = (RejectionRuleConfig("k1", "token", None, 1.2), RejectionRuleConfig("k2", "seq_mean", None, 0.1))
     old, rollout = case()
-    assert_matches(old, rollout, MASK, CorrectionSettings(2.0, rejection=rules))
-    parts = [rejection_mask(old - rollout, MASK, (rule,)) for rule in rules]
-    assert torch.equal(rejection_mask(old - rollout, MASK, rules), parts[0] & parts[1])
+    assert_matches(old, rollout, MASK, correction(2.0, rules=rules))
+    parts = [weigh(old, rollout, MASK, correction(rules=(rule,)))[1] for rule in rules]
+    assert torch.equal(weigh(old, rollout, MASK, correction(rules=rules))[1], parts[0] & parts[1])
     assert all(not torch.equal(part, parts[0] & parts[1]) for part in parts)
 
 
@@ -200,9 +189,9 @@ def test_long_sequences_need_log_space():
     totals = ((old.double() - rollout.double()) * mask).sum(1)
     assert float(totals.max()) > 100 and float(totals.min()) < -20
     for level in LEVELS:
-        assert_matches(old, rollout, mask, CorrectionSettings(2.0, level=level, mode="clip"))
+        assert_matches(old, rollout, mask, correction(2.0, level=level, mode="clip"))
     exact = torch.tensor([exp20(float(total)) for total in totals], dtype=torch.float64)
-    weights = correction_weights(old.double() - rollout.double(), mask, CorrectionSettings(1e9, level="sequence", veto_threshold=None))
+    weights, _ = weigh(old, rollout, mask, correction(1e9, level="sequence", veto=None))
     torch.testing.assert_close(weights.amax(dim=1).double(), exact, rtol=1e-6, atol=0)
 
 
@@ -211,7 +200,7 @@ def test_long_sequences_need_log_space():
 @pytest.mark.parametrize("level", LEVELS)
 def test_equal_log_probs_leave_weights_of_one(level, mode, normalize):
     old, _ = case()
-    result = correct(old, old.clone(), MASK, CorrectionSettings(2.0, level=level, mode=mode, batch_normalize=normalize))
+    result = correct(old, old.clone(), MASK, correction(2.0, level=level, mode=mode, normalize=normalize))
     assert torch.equal(result.weights, MASK.float())
     values = {name.removeprefix("mismatch/rollout_is_"): value for name, value in result.metrics.items()}
     assert values["eff_sample_size"] == values["mean"] == values["max"] == values["min"] == values["p50"] == 1.0
@@ -220,8 +209,8 @@ def test_equal_log_probs_leave_weights_of_one(level, mode, normalize):
 
 def test_nothing_unmasked():
     for level in LEVELS:
-        rules = (RejectionRule("k1", "seq_mean", None, 1.1),)
-        settings = CorrectionSettings(2.0, level=level, batch_normalize=True, rejection=rules)
+        rules = (RejectionRuleConfig("k1", "seq_mean", None, 1.1),)
+        settings = correction(2.0, level=level, normalize=True, rules=rules)
         for shape in [(3, 4), (0, 4), (3, 0)]:
             nothing = torch.zeros(shape).bool()
             result = correct(torch.full(shape, torch.nan), torch.zeros(shape), nothing, settings)
@@ -231,9 +220,9 @@ def test_nothing_unmasked():
 def test_everything_vetoed_or_rejected_stays_finite():
     rollout = -torch.ones(2, 3)
     mask = torch.ones(2, 3).bool()
-    settings = CorrectionSettings(2.0, batch_normalize=True)
+    settings = correction(2.0, normalize=True)
     vetoed = correct(rollout - 50, rollout, mask, settings)
-    rejected = correct(rollout - 1, rollout, mask, dataclasses.replace(settings, rejection=(RejectionRule("k1", "seq_max", None, 1.1),)))
+    rejected = correct(rollout - 1, rollout, mask, dataclasses.replace(settings, rollout_rs=[RejectionRuleConfig("k1", "seq_max", None, 1.1)]))
     for result in (vetoed, rejected):
         assert not result.weights.any() and all(map(math.isfinite, result.metrics.values()))
     assert vetoed.metrics["mismatch/rollout_is_veto_fraction"] == 1.0 and vetoed.mask.all()
@@ -243,22 +232,22 @@ def test_everything_vetoed_or_rejected_stays_finite():
 def test_finite_for_any_finite_log_probs():
     old, rollout = torch.tensor([[-1e4, -1.0, -3e38]]), torch.tensor([[-1.0, -1e4, -1.0]])
     for level, mode in itertools.product(LEVELS, MODES):
-        result = correct(old, rollout, torch.ones(1, 3).bool(), CorrectionSettings(2.0, level=level, mode=mode))
+        result = correct(old, rollout, torch.ones(1, 3).bool(), correction(2.0, level=level, mode=mode))
         assert result.weights.isfinite().all() and all(map(math.isfinite, result.metrics.values()))
 
 
 def test_weights_carry_no_gradient():
     old, rollout = (value.nan_to_num().requires_grad_() for value in case())
-    settings = CorrectionSettings(2.0)
+    settings = correction(2.0)
     assert not correct(old, rollout, MASK, settings).weights.requires_grad
-    assert not correction_weights(old - rollout, MASK, settings).requires_grad
+    assert not weigh(old, rollout, MASK, settings)[0].requires_grad
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_without_a_threshold_metrics_and_rejection_remain(level):
     old, rollout = case()
-    settings = CorrectionSettings(2.0, level=level, rejection=(RejectionRule("k1", "token", None, 1.2),))
-    applied, measured = (correct(old, rollout, MASK, dataclasses.replace(settings, threshold=value)) for value in (2.0, None))
+    settings = correction(2.0, level=level, rules=(RejectionRuleConfig("k1", "token", None, 1.2),))
+    applied, measured = (correct(old, rollout, MASK, dataclasses.replace(settings, rollout_is_threshold=value)) for value in (2.0, None))
     assert measured.weights is None and torch.equal(measured.mask, applied.mask)
     bounded = {f"mismatch/rollout_is_{name}" for name in ("std", "eff_sample_size", "ratio_fraction_high", "ratio_fraction_low",
                                                           "seq_fraction_high", "seq_fraction_low")}  # fmt: skip
@@ -266,16 +255,12 @@ def test_without_a_threshold_metrics_and_rejection_remain(level):
     assert all(measured.metrics[name] == applied.metrics[name] for name in set(measured.metrics) - bounded)
 
 
-def test_the_input_mask_comes_back_without_rules():
-    assert correct(*case(), MASK, CorrectionSettings(2.0)).mask is MASK
-
-
 def test_float32_micro_batches_get_the_batch_weights():
     old, rollout = case(extremes=True)
     for level, mode in itertools.product(LEVELS, MODES):
-        settings = CorrectionSettings(2.0, level=level, mode=mode)
-        parts = [correction_weights((old - rollout)[rows], MASK[rows], settings) for rows in (slice(0, 2), slice(2, None))]
-        torch.testing.assert_close(torch.cat(parts), correct(old, rollout, MASK, settings).weights, rtol=2e-6, atol=0)
+        settings = correction(2.0, level=level, mode=mode)
+        parts = [weigh(old[rows], rollout[rows], MASK[rows], settings)[0] for rows in (slice(0, 2), slice(2, None))]
+        torch.testing.assert_close(torch.cat(parts), correct(old, rollout, MASK, settings).weights, rtol=0, atol=0)
 
 
 def test_geometric_mean_weights_are_the_definition():
@@ -292,20 +277,115 @@ def test_geometric_mean_weights_are_the_definition():
     assert torch.equal(geometric_mean_weights(MASK.float(), MASK), MASK.float())
 
 
-settings_of_any_kind = st.builds(
-    CorrectionSettings,
-    threshold=st.sampled_from([1.05, 2.0, 10.0]),
-    threshold_lower=st.sampled_from([None, 0.5, 0.99]),
-    level=st.sampled_from(LEVELS),
-    mode=st.sampled_from(MODES),
-    veto_threshold=st.sampled_from([None, 1e-4, 0.3]),
-    batch_normalize=st.booleans(),
-    rejection=st.sampled_from([(), *((RejectionRule(s, level, None, 1.05),) for s in STATISTICS for level in RULE_LEVELS)]),
+def close(metrics):
+    return {name: pytest.approx(value, rel=1e-6, abs=1e-9) for name, value in metrics.items()}
+
+
+# --- what the figures are of ------------------------------------------------------------------------------------------
+
+
+def sharp_gap(level):
+    """A gap whose bounded ratios look healthy while the weights that are applied do not."""
+    rollout = -noise((64, 512), 3).abs() - 1
+    drift = -0.02 if level == "sequence" else 0.2 * torch.linspace(-1, 1, 64)[:, None]
+    return rollout + 0.2 * noise(rollout.shape, 4) + drift, rollout, torch.ones(rollout.shape, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("keys", "largest"),
+    [(correction(level="sequence", veto=None), 0.1), (correction(1.01, level="geometric", mode="clip"), 0.2)],
+    ids=["sequence-truncate", "geometric-clip"],
+)
+def test_the_effective_sample_size_is_of_the_weights_that_are_applied(keys, largest):
+    result = correct(*sharp_gap(keys.rollout_is_level), keys)
+    weights, prefix = result.weights.double(), "mismatch/rollout_is_"
+    effective = float(weights.mean() ** 2 / weights.square().mean())
+    assert result.metrics[f"{prefix}eff_sample_size"] == pytest.approx(effective, rel=1e-5) and effective < largest
+    assert result.metrics[f"{prefix}std"] == pytest.approx(float(weights.std(correction=0)), rel=1e-5)
+    warned = {name for name, _ in out_of_range(result.metrics)}
+    assert f"{prefix}eff_sample_size" in warned and (f"{prefix}clipped_fraction" in warned) == (keys.rollout_is_mode == "clip")
+
+
+# --- probabilities of 0 and NaN ---------------------------------------------------------------------------------------
+
+
+RULE = RejectionRuleConfig("k1", "token", None, 1.2)
+every_kind = pytest.mark.parametrize(
+    "keys",
+    [
+        correction(1.3, level=level, mode=mode, veto=veto, normalize=normalize, rules=rules)
+        for level, mode, (veto, normalize, rules) in itertools.product(
+            LEVELS, MODES, [(None, False, ()), (None, True, ()), (1e-4, False, ()), (None, True, (RULE,))]
+        )
+    ],
+    ids=lambda keys: f"{keys.rollout_is_level}-{keys.rollout_is_mode}-{keys.rollout_is_veto_threshold}-{len(keys.rollout_rs)}",
 )
 
 
-def close(metrics):
-    return {name: pytest.approx(value, rel=1e-6, abs=1e-9) for name, value in metrics.items()}
+@every_kind
+def test_tokens_of_probability_zero_are_left_out_and_counted(keys):
+    (old, rollout), impossible = case(), torch.zeros_like(MASK)
+    old[0, 1] = rollout[2, 3] = old[4, 0] = rollout[4, 0] = -math.inf
+    impossible[[0, 2, 4], [1, 3, 0]] = True
+    result, without = correct(old, rollout, MASK, keys), correct(old, rollout, MASK & ~impossible, keys)
+    assert result.weights.isfinite().all() and all(map(math.isfinite, result.metrics.values()))
+    assert result.metrics["mismatch/num_impossible_tokens"] == 3 and "mismatch/num_impossible_tokens" in dict(out_of_range(result.metrics))
+    assert torch.equal(result.mask, without.mask)
+    if keys.rollout_is_veto_threshold is None:
+        assert torch.equal(result.weights, without.weights)
+        same = result.metrics | {"mismatch/num_impossible_tokens": 0.0}
+        assert same == close(without.metrics)
+    else:  # the trainer's own probability of 0 is below any veto; a NaN or the sampler's 0 is not
+        rows = [1, 2, 3, 4, 5]
+        assert torch.equal(result.weights[rows], without.weights[rows]) and not result.weights[0].any()
+        assert result.metrics["mismatch/rollout_is_veto_fraction"] == 1 / 5
+
+
+def test_nothing_but_impossible_tokens():
+    result = correct(torch.full((1, 2), -math.inf), torch.zeros(1, 2), torch.ones(1, 2).bool(), correction(normalize=True))
+    assert not result.weights.any() and not result.mask.any() and result.metrics == {"mismatch/num_impossible_tokens": 2.0}
+
+
+@every_kind
+def test_a_nan_stays_where_it_is_found_and_spoils_nothing_else(keys):
+    old, rollout = case(extremes=True)
+    clean = correct(old, rollout, MASK & (torch.arange(36).view(6, 6) != 13), keys)  # without the token [2, 1]
+    old[2, 1] = math.nan
+    result = correct(old, rollout, MASK, keys)
+    assert result.mask[2, 1] and result.weights[2, 1].isnan(), "the update must find it"
+    rest = torch.ones_like(MASK)
+    rest[2, 1] = False
+    torch.testing.assert_close(result.weights[rest], clean.weights[rest], rtol=0, atol=0)
+    assert torch.equal(result.mask & rest, clean.mask)
+    if keys.rollout_is_veto_threshold is not None:
+        assert not result.weights[0].any(), "the veto of another sequence of the block"
+    unlike = {"mismatch/num_impossible_tokens", "mismatch/rollout_is_catastrophic_token_fraction"}
+    assert {k: v for k, v in result.metrics.items() if k not in unlike} == close({k: v for k, v in clean.metrics.items() if k not in unlike})
+    assert result.metrics["mismatch/num_impossible_tokens"] == 1
+
+
+@pytest.mark.parametrize(("bound", "lower"), [(2.0, None), (1.3, 0.7)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_ratio_at_the_bound_is_inside(level, bound, lower):
+    rollout, mask = torch.zeros(2, 1), torch.ones(2, 1).bool()
+    old = torch.tensor([[bound], [lower or 1 / bound]], dtype=torch.float64).log().float()
+    keys = correction(bound, lower, level, "clip", rules=[RejectionRuleConfig("k1", "token", lower, bound)])
+    result, (weights, kept) = correct(old, rollout, mask, keys), weigh(old, rollout, mask, keys)
+    torch.testing.assert_close(result.weights[:, 0], torch.tensor([bound, lower or 1 / bound]))
+    assert torch.equal(result.weights, weights) and kept.all() and result.mask.all()
+    assert result.metrics["mismatch/rollout_is_clipped_fraction"] == 0
+
+
+settings_of_any_kind = st.builds(
+    correction,
+    threshold=st.sampled_from([1.05, 2.0, 10.0]),
+    lower=st.sampled_from([None, 0.5, 0.99]),
+    level=st.sampled_from(LEVELS),
+    mode=st.sampled_from(MODES),
+    veto=st.sampled_from([None, 1e-4, 0.3]),
+    normalize=st.booleans(),
+    rules=st.sampled_from([(), *((RejectionRuleConfig(s, level, None, 1.05),) for s in STATISTICS for level in RULE_LEVELS)]),
+)
 
 
 @quick
@@ -328,7 +408,7 @@ def test_properties(mask, seed, settings, scale, data):
 
     with pytest.MonkeyPatch.context() as patch:
         for size in (1, 5, 11):
-            patch.setattr(mismatch, "BLOCK_TOKENS", size)
+            patch.setattr("pellucid.algo.correction.BLOCK_TOKENS", size)
             blocks = correct(old, rollout, mask, settings)
             torch.testing.assert_close(blocks.weights, result.weights, rtol=1e-6, atol=0)
             assert torch.equal(blocks.mask, result.mask) and blocks.metrics == close(result.metrics)
@@ -341,19 +421,19 @@ def set_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rules", [(), (RejectionRule("k1", "seq_mean", None, 1.05), RejectionRule("k3", "token", None, 0.1))])
+@pytest.mark.parametrize("rules", [(), (RejectionRuleConfig("k1", "seq_mean", None, 1.05), RejectionRuleConfig("k3", "token", None, 0.1))])
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_number_of_threads_changes_no_bit(level, rules, set_threads, monkeypatch):
-    monkeypatch.setattr(mismatch, "BLOCK_TOKENS", 300)  # three rows
+    monkeypatch.setattr("pellucid.algo.correction.BLOCK_TOKENS", 300)  # three rows
     mask = torch.arange(100) < torch.arange(200)[:, None] * 37 % 101
     rollout = -noise(mask.shape, 1).abs()
     old = rollout + noise(mask.shape, 2, torch.linspace(0.01, 2, len(mask))[:, None])
-    settings = CorrectionSettings(2.0, level=level, veto_threshold=0.02, batch_normalize=True, rejection=rules)
+    settings = correction(2.0, level=level, veto=0.02, normalize=True, rules=rules)
     results = []
     for num_threads in (1, 2, 5):
         set_threads(num_threads)
         results.append(correct(old, rollout, mask, settings))
-        assert mismatch_metrics(old, rollout, mask).items() <= results[-1].metrics.items()
+        assert correct(old, rollout, mask, AlgorithmConfig()).metrics.items() <= results[-1].metrics.items()
     for other in results[1:]:
         assert torch.equal(other.weights, results[0].weights) and torch.equal(other.mask, results[0].mask)
         assert other.metrics == results[0].metrics
@@ -362,35 +442,18 @@ def test_the_number_of_threads_changes_no_bit(level, rules, set_threads, monkeyp
     assert correct(old, rollout, mask, settings).metrics == close(results[0].metrics)
 
 
-def test_threads_keep_the_order_and_pass_errors_on(set_threads):
-    set_threads(3)
-    assert in_threads(lambda x: x * x, range(50)) == [x * x for x in range(50)]
-    with pytest.raises(ZeroDivisionError):
-        in_threads(lambda x: 1 / x, range(5))
-
-
-@quick
-@given(
-    values=st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.5, -1.5]), min_size=4, max_size=40),
-    num_parts=st.integers(1, 4),
-)
-def test_order_statistics_of_sorted_parts_are_those_of_the_whole(values, num_parts):
-    parts = [np.sort(part) for part in np.array_split(np.array(values, dtype=np.float32), num_parts)]
-    assert order_statistic_of_parts(parts)(np.arange(len(values))).tolist() == sorted(values)
-
-
 @quick
 @given(mask=ragged_masks, seed=st.integers(0, 99), settings=settings_of_any_kind, scale=st.sampled_from([0.3, 5.0]))
 def test_weights_stay_within_their_bounds_and_the_veto_takes_whole_sequences(mask, seed, settings, scale):
     gap = noise(mask.shape, seed, scale)
-    weights = correction_weights(gap, mask, settings)
-    veto = settings.veto_threshold or 0.0
+    weights, _ = weigh(gap, torch.zeros_like(gap), mask, dataclasses.replace(settings, rollout_rs=[]))
+    veto = settings.rollout_is_veto_threshold or 0.0
     vetoed = [any(mask[i, t] and math.exp(float(gap[i, t])) < veto for t in range(mask.shape[1])) for i in range(len(mask))]
     assert not weights[~mask].any() and not weights[torch.tensor(vetoed)].any()
     rest = weights[mask & ~torch.tensor(vetoed)[:, None]].double()
-    lower = settings.threshold_lower or 1 / settings.threshold
-    assert (rest <= settings.threshold * (1 + 1e-6)).all()
-    if settings.mode == "truncate":
+    lower = settings.rollout_is_threshold_lower or 1 / settings.rollout_is_threshold
+    assert (rest <= settings.rollout_is_threshold * (1 + 1e-6)).all()
+    if settings.rollout_is_mode == "truncate":
         assert (rest > 0).all()
     else:
         assert ((rest == 0) | (rest >= lower * (1 - 1e-6))).all()
@@ -398,7 +461,8 @@ def test_weights_stay_within_their_bounds_and_the_veto_takes_whole_sequences(mas
 
 def test_health_names_the_metric_and_a_remedy():
     healthy = {"mismatch/rollout_is_eff_sample_size": 0.95, "mismatch/rollout_is_veto_fraction": 0.0,
-               "mismatch/rollout_is_mean": 1.01, "mismatch/rollout_is_catastrophic_token_fraction": 0.0,
+               "mismatch/rollout_is_mean": 1.01, "mismatch/rollout_is_clipped_fraction": 0.1,
+               "mismatch/num_impossible_tokens": 0.0, "mismatch/rollout_is_catastrophic_token_fraction": 0.0,
                "mismatch/rollout_rs_masked_fraction": 0.4}  # fmt: skip
     assert {health.metric for health in HEALTH} == set(healthy)
     assert out_of_range(healthy) == out_of_range({}) == []
@@ -413,9 +477,10 @@ def test_health_names_the_metric_and_a_remedy():
 
 def test_unknown_names():
     gap, mask = torch.zeros(1, 1), torch.ones(1, 1).bool()
-    with pytest.raises(ValueError, match="k9"):
-        rejection_mask(gap, mask, (RejectionRule("k9", "token", None, 1.0),))
-    with pytest.raises(ValueError, match="row"):
-        rejection_mask(gap, mask, (RejectionRule("k1", "row", None, 1.0),))
-    with pytest.raises(ValueError, match="batch"):
-        correct(gap, gap, mask, CorrectionSettings(2.0, level="batch"))
+    for settings, name in (
+        (correction(rules=[RejectionRuleConfig("k9", "token", None, 1.0)]), "k9"),
+        (correction(rules=[RejectionRuleConfig("k1", "row", None, 1.0)]), "row"),
+        (correction(level="batch"), "batch"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            correct(gap, gap, mask, settings)

@@ -371,6 +371,7 @@ def test_a_cluster_that_runs_already(listener):
     assert network.check_ray_port(port).status == "ok"
 
 
+@pytest.mark.processes
 def test_limits_of_the_system():
     code = (
         "import resource, sys; from pellucid.doctor.network import check_open_files, check_processes\n"
@@ -401,6 +402,7 @@ def test_a_recipe_brings_its_own_checks_in_order(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_ray_that_cannot_start_says_why(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     folder = tmp_path / ("x" * 60)

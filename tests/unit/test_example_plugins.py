@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pellucid.algo.advantages import AdvantageInputs
-from pellucid.algo.policy_loss import LossInputs, LossSettings
+from pellucid.algo.policy_loss import LossInputs
+from pellucid.config.schema.actor import ActorConfig
 from pellucid.plugins import load_object
 
 PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"
@@ -28,7 +29,7 @@ def test_simple_policy_optimization_is_lowest_where_its_ratio_is_at_the_bound():
     """The derivative of −Aρ + |A|/(2ε)(ρ − 1)² is 0 at ρ = 1 + ε for A > 0, at 1 − ε for A < 0; at ρ = 1 it is −A."""
     advantages, ratios = torch.tensor([[2.0, -2.0, 2.0]]), torch.tensor([[1.3, 0.7, 1.0]])
     logp = ratios.log().requires_grad_()
-    inputs = LossInputs(logp, torch.zeros(1, 3), advantages, torch.ones(1, 3, dtype=torch.bool), LossSettings(clip_high=0.3))
+    inputs = LossInputs(logp, torch.zeros(1, 3), advantages, torch.ones(1, 3, dtype=torch.bool), ActorConfig(clip_ratio_high=0.3))
     loss, metrics = load("simple_policy_optimization.py:spo")(inputs)
     loss.sum().backward()
     assert logp.grad is not None

@@ -1,5 +1,7 @@
 """Chunked log-probabilities, entropies and exact KL against a full log-softmax, values and gradients."""
 
+import shutil
+
 import pytest
 import torch
 import torch.utils._python_dispatch
@@ -214,3 +216,35 @@ def test_another_vocabulary_is_refused():
     with pytest.raises(UserError, match="36 tokens and the policy 37") as caught:
         token_log_probs_and_kl(hidden, weight, targets, ref_hidden, ref_weight[:-1])
     assert caught.value.field == "actor_rollout_ref.ref"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("terms", ["logp", "logp+entropy+kl"])
+@pytest.mark.processes
+def test_compiled_chunks_give_the_same_numbers(monkeypatch, dtype, terms):
+    """Values and gradients within the rounding of the head's dtype, for whole chunks and a shorter last one."""
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * VOCABULARY * 9)
+    ref = [tensor.to(dtype) for tensor in reference_model()]
+    results = []
+    for compiled in (False, True):
+        hidden, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in inputs()[:2])
+        options = {"temperature": 0.7, "with_entropy": True, "compiled": compiled}
+        scores = token_log_probs_and_kl(hidden, weight, inputs()[2], *ref, **options)
+        sum(score.sum() * (index + 1) for index, score in enumerate(scores[: len(terms.split("+"))])).backward()
+        results.append([*(score.detach() for score in scores), hidden.grad, weight.grad])
+    assert logprobs._compiled.cache_info().currsize == 2, "both chunk functions were compiled"
+    # As against the dense formulas above: sums of 37 rounded terms, and a KL's gradient is a difference of log-probs.
+    tolerance = {torch.float32: 5e-6, torch.bfloat16: 0.02}[dtype]
+    for plain, fused in zip(*results):
+        assert fused.dtype == plain.dtype
+        assert float((fused - plain).float().norm()) <= tolerance * float(plain.float().norm())
+
+
+def test_compiling_pays_on_cuda_alone(monkeypatch):
+    monkeypatch.setattr(logprobs.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(logprobs.importlib.util, "find_spec", lambda name: object())
+    assert logprobs.compiling_pays(torch.device("cuda")) and not logprobs.compiling_pays(torch.device("cpu"))
+    monkeypatch.setattr(logprobs.shutil, "which", lambda name: None)
+    assert not logprobs.compiling_pays(torch.device("cuda"))

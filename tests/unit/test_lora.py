@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.rollout.native import NativeRolloutEngine, packed_linear
-from pellucid.rollout.native.packed_linear import packed_linears
-from pellucid.rollout.protocol import SamplingParams
+from pellucid.rollout.native.packed_linear import PackedLinears
+from pellucid.rollout.requests import SamplingParams
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.lora import adapter_tensors, add_lora, base_weights, has_lora, lora_layers, merged_tensors
 from pellucid.training.common.models import (
@@ -144,7 +145,7 @@ def test_peft_is_imported_only_for_adapters(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # an import would raise
     model = base_model()
     assert not has_lora(model) and merged_tensors(model)["model.norm.weight"] is model.model.norm.weight
-    with base_weights(model), packed_linears(model, 4):
+    with base_weights(model), PackedLinears(model, 4):
         pass
 
 
@@ -288,7 +289,7 @@ def generate(model, **params):
     engine = NativeRolloutEngine(
         engine_of(model), load_tokenizer("builtin"), [1], max_num_seqs=4, max_num_batched_tokens=64, seed=0
     )
-    return engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=12, **params), stream=("test",))
+    return sample_rollouts(engine, PROMPTS, SamplingParams(n=2, max_tokens=12, **params), stream=("test",))
 
 
 def forwards(model):
@@ -318,7 +319,7 @@ def test_a_packed_layer_computes_one_product(monkeypatch):
     layer = model.model.layers[0].self_attn.q_proj
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
     plain = layer(x)
-    with torch.no_grad(), packed_linears(model, 3):
+    with torch.no_grad(), PackedLinears(model, 3):
         for part in (layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]):
             monkeypatch.setattr(part, "forward", lambda *_: pytest.fail("a part of the layer ran"))
         torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
@@ -334,6 +335,6 @@ def test_packing_is_undone_when_the_rollout_fails():
         assert forwards(model) != before
         raise RuntimeError("inside")
 
-    with pytest.raises(RuntimeError, match="inside"), packed_linears(model, 4):
+    with pytest.raises(RuntimeError, match="inside"), PackedLinears(model, 4):
         fail()
     assert forwards(model) == before

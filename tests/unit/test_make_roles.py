@@ -3,16 +3,19 @@
 import importlib.util
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from pellucid import build
+from pellucid.build import check_roles, num_updates
 from pellucid.config import RunConfig, load_config
-from pellucid.controller import make_roles
-from pellucid.controller.make_roles import check_roles, num_updates
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.training.common.models import BUILTIN_FOLDER, load_tokenizer
+from pellucid.training.protocol import TokenScores
 
 RECIPE = """
 data: {train_files: "task:arithmetic?level=2&size=50", train_batch_size: 4, max_prompt_length: 16, max_response_length: 8}
@@ -27,7 +30,7 @@ GAE, JUDGE = "algorithm.adv_estimator=gae", "reward_model.enable=true"
 @pytest.fixture(autouse=True)
 def no_model_is_loaded(monkeypatch):
     for name in ("load_model", "load_value_model", "load_reward_model"):
-        monkeypatch.setattr(make_roles, name, lambda *_, **__: pytest.fail("a model was loaded"))
+        monkeypatch.setattr(build, name, lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.fixture
@@ -128,3 +131,23 @@ def test_a_reward_model_with_a_chat_template_of_its_own_is_given_the_messages(co
 @pytest.mark.parametrize(("mini", "epochs", "expected"), [(4, 1, 10), (2, 3, 60), (1, 1, 40)])
 def test_optimizer_steps_of_a_run(config_of, mini, epochs, expected):
     assert num_updates(config_of(), 10, mini, epochs) == expected
+
+
+@pytest.mark.parametrize(("asked", "pays", "compiled"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_log_probs_are_compiled_where_that_is_asked_for_and_pays(config_of, monkeypatch, asked, pays, compiled):
+    heads = []
+
+    class Engine:
+        device = torch.device("cpu")
+
+        def forward(self, sequences, head, on_done=None):
+            heads.append(head)
+            return TokenScores({"logp": torch.zeros(0, 0)})
+
+    monkeypatch.setattr(build, "compiling_pays", lambda device: pays)
+    config = config_of(f"actor_rollout_ref.actor.use_torch_compile={asked}")
+    actor = build.make_actor(config, Engine(), build.choose_policy_loss(config), None)  # pyright: ignore[reportArgumentType]
+    assert actor._update_head.compiled is compiled
+    batch = SimpleNamespace(rollouts=[], mask=torch.zeros(0, 0, dtype=torch.bool))
+    actor.compute_log_probs(batch)  # pyright: ignore[reportArgumentType]
+    assert [head.compiled for head in heads] == [compiled]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pellucid.errors import MissingExtraError, UserError
-from pellucid.metrics import console as display
-from pellucid.metrics import plots, table, trackers
+from pellucid.metrics import definitions, display, plots, trackers
 from pellucid.metrics.trackers import open_trackers, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -33,25 +32,25 @@ def steps_of(path: Path) -> list[int]:
     "staleness/max",
 ])
 def test_defined(name):
-    table.check_names([name])
+    definitions.check_names([name])
 
 
 @pytest.mark.parametrize("name", ["actor/pgloss", "val/accuracy", "val/a/pass@0", "val/a/best", "timing_s/A", "step"])
 def test_undefined(name):
     with pytest.raises(AssertionError, match=name):
-        table.check_names(["actor/lr", name])
+        definitions.check_names(["actor/lr", name])
 
 
 def test_definitions_are_complete_sentences():
-    for metric in table.METRICS.values():
+    for metric in definitions.METRICS.values():
         assert metric.unit
         assert metric.sentence[0].isupper() or metric.sentence[0].isdigit()
         assert metric.sentence.endswith(".")
 
 
 def test_the_page_is_up_to_date():
-    assert (ROOT / "docs" / "metrics.md").read_text() == table.metrics_markdown(), \
-        "run: python -m pellucid.metrics.table > docs/metrics.md"
+    assert (ROOT / "docs" / "metrics.md").read_text() == definitions.metrics_markdown(), \
+        "run: python -m pellucid.metrics.definitions > docs/metrics.md"
 
 
 def test_jsonl_line(tmp_path):
@@ -119,38 +118,37 @@ def test_missing_package_names_the_extra(tmp_path, name, monkeypatch):
         open_run(tmp_path, [name])
 
 
-class Flaky:
-    failures = (OSError,)
+def flaky(error: Exception) -> trackers.Tracker:
+    def fail(*_: object) -> None:
+        raise error
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        raise self.error
-
-    def close(self) -> None:
-        raise self.error
+    return trackers.Tracker(fail, fail)
 
 
-def test_a_failing_service_is_told_once_and_stops_nothing(tmp_path, capsys):
-    jsonl = trackers.JsonlTracker(trackers.TrackerContext(tmp_path, "p", "e"))
-    run = trackers.Trackers({"flaky": Flaky(ConnectionError("gone")), "jsonl": jsonl})
+@pytest.fixture
+def jsonl(tmp_path):
+    """The tracker of `metrics.jsonl`, and a list that gets an entry when it is closed."""
+    tracker, closed = trackers.TRACKERS["jsonl"](trackers.TrackerContext(tmp_path, "p", "e")), []
+    return trackers.Tracker(tracker.log, lambda: closed.append(tracker.close()), ()), closed
+
+
+def test_a_failing_service_is_told_once_and_stops_nothing(tmp_path, capsys, jsonl):
+    run = trackers.Trackers({"flaky": flaky(ConnectionError("gone")), "jsonl": jsonl[0]})
     for step in (1, 2):
         run.log(step, {"actor/lr": 1.0})
     assert capsys.readouterr().out.replace("\n", " ").count("flaky failed at step 1 (ConnectionError: gone)") == 1
     run.close()
-    assert jsonl._file.closed
+    assert jsonl[1]
     assert steps_of(tmp_path) == [1, 2]
 
 
-def test_an_unexpected_error_is_not_hidden_and_the_rest_is_closed(tmp_path):
-    jsonl = trackers.JsonlTracker(trackers.TrackerContext(tmp_path, "p", "e"))
-    run = trackers.Trackers({"broken": Flaky(KeyError("bug")), "jsonl": jsonl})
+def test_an_unexpected_error_is_not_hidden_and_the_rest_is_closed(jsonl):
+    run = trackers.Trackers({"broken": flaky(KeyError("bug")), "jsonl": jsonl[0]})
     with pytest.raises(KeyError):
         run.log(1, {"actor/lr": 1.0})
     with pytest.raises(KeyError):
         run.close()
-    assert jsonl._file.closed
+    assert jsonl[1]
 
 
 def test_run_ids_are_kept_on_resume_and_new_on_a_fresh_start(tmp_path):
@@ -182,9 +180,9 @@ def show(monkeypatch, *, terminal: bool) -> str:
     monkeypatch.setattr("pellucid.console.console", screen)
     with display.StepDisplay(3, first_step=1) as shown:
         for step in (2, 3):
-            advance = shown.stage("rollout_generate", 8)
-            for _ in range(8):
-                advance(1)
+            with shown.stage("rollout_generate", 8) as advance:
+                for _ in range(8):
+                    advance(1)
             shown.finish_step(step, STEP)
     return out.getvalue()
 
@@ -218,10 +216,10 @@ def write_run(path: Path, offset: float) -> Path:
 def test_plots(tmp_path):
     runs = {f"seed {seed}": write_run(tmp_path / f"{seed}.jsonl", seed / 20) for seed in range(3)}
     assert plots.training_minutes(read_metrics(runs["seed 0"])) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    plots.plot_curve(runs["seed 0"], tmp_path / "out" / "curve.png")
+    plots.plot_runs({"": runs["seed 0"]}, tmp_path / "out" / "curve.png")
     plots.plot_runs(runs, tmp_path / "runs.png")
     for picture in (tmp_path / "out" / "curve.png", tmp_path / "runs.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(UserError, match="no finished step"):
-        plots.plot_curve(tmp_path / "empty.jsonl", tmp_path / "none.png")
+        plots.plot_runs({"": tmp_path / "empty.jsonl"}, tmp_path / "none.png")

@@ -9,7 +9,12 @@ from algo_cases import MASK, noise, quick, ragged_masks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.algo.mismatch import mismatch_metrics
+from pellucid.algo.correction import correct
+from pellucid.config.schema.algorithm import AlgorithmConfig
+
+
+def mismatch_metrics(old, rollout, mask):
+    return correct(old, rollout, mask, AlgorithmConfig()).metrics
 
 
 def mismatch_by_hand(old, rollout, mask):
@@ -35,6 +40,7 @@ def mismatch_by_hand(old, rollout, mask):
         "mismatch_rollout_log_ppl": mean([-r for _, r in rows]),
         "logp_max_abs_diff": max(map(abs, gaps)),
         "logp_mean_abs_diff": mean([abs(g) for g in gaps]),
+        "num_impossible_tokens": 0,
     }
 
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.config.schema.rollout import SimulateMismatchConfig
 from pellucid.errors import UserError
-from pellucid.rollout.native import MismatchedEngine, MismatchSettings, NativeRolloutEngine
+from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
 from pellucid.rollout.native.cache import KVCache
-from pellucid.rollout.protocol import SamplingParams
+from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
 from pellucid.training.common.lora import add_lora
 from pellucid.training.common.models import BUILTIN_FOLDER, load_model, load_tokenizer
 from pellucid.training.common.packing import TokenSequence, pack
@@ -32,12 +34,19 @@ def make_actor() -> FsdpEngine:
     )
 
 
-def make_native(actor: FsdpEngine) -> NativeRolloutEngine:
-    return NativeRolloutEngine(actor, TOKENIZER, [1], max_num_seqs=64, max_num_batched_tokens=8192, seed=0)
+def make_native(policy, **options) -> NativeRolloutEngine:
+    return NativeRolloutEngine(
+        policy, TOKENIZER, [1], max_num_seqs=64, max_num_batched_tokens=8192, seed=0, **options
+    )
 
 
-def make_engine(actor: FsdpEngine, *, seed: int = 0, **fields) -> MismatchedEngine:
-    return MismatchedEngine(make_native(actor), MismatchSettings(**fields), seed)
+def make_engine(actor: FsdpEngine, *, seed: int = 0, **fields) -> NativeRolloutEngine:
+    policy = MismatchedPolicy(actor, SimulateMismatchConfig(**fields), seed)
+    return make_native(policy, take_weights=policy.take_weights)
+
+
+def sync(actor: FsdpEngine, engine: NativeRolloutEngine) -> None:
+    run_sync(engine.load_weights(WeightUpdate(actor.version)))
 
 
 @pytest.fixture
@@ -69,11 +78,13 @@ def fake_update(actor: FsdpEngine) -> None:
     actor.version += 1
 
 
-def sampled_weights(actor: FsdpEngine, engine: MismatchedEngine) -> Weights:
+def sampled_weights(actor: FsdpEngine, engine: NativeRolloutEngine) -> Weights:
     """Return the weights that the model holds while the engine samples."""
     seen: list[Weights] = []
-    engine.generate(PROMPTS[:1], PARAMS, stream=STREAM, on_done=lambda _: seen.append(copy_weights(actor)))
-    return seen[0]
+    hook = actor.model.get_decoder().register_forward_pre_hook(lambda *_: seen.append(copy_weights(actor)))
+    sample_rollouts(engine, PROMPTS[:1], PARAMS, stream=STREAM)
+    hook.remove()
+    return seen[-1]
 
 
 def reference_gap(rollouts: list[Rollout], weights: Weights) -> torch.Tensor:
@@ -99,20 +110,20 @@ def rms(tensor: torch.Tensor) -> float:
 
 def test_off_is_the_native_engine_bit_for_bit(actor, tmp_path):
     engine = make_engine(actor)
-    engine.sync_weights()
-    assert engine.generate(PROMPTS, PARAMS, stream=STREAM) == make_native(actor).generate(
-        PROMPTS, PARAMS, stream=STREAM
+    sync(actor, engine)
+    assert sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM) == sample_rollouts(
+        make_native(actor), PROMPTS, PARAMS, stream=STREAM
     )
-    engine.save(tmp_path)
+    engine.policy.save(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_wrapped_engine_itself_stays_exact(actor):
     native = make_native(actor)
-    before = native.generate(PROMPTS, PARAMS, stream=STREAM)
-    engine = MismatchedEngine(native, MismatchSettings(dtype="bfloat16", noise=0.1), 0)
-    assert engine.generate(PROMPTS, PARAMS, stream=STREAM) != before
-    assert native.generate(PROMPTS, PARAMS, stream=STREAM) == before
+    before = sample_rollouts(native, PROMPTS, PARAMS, stream=STREAM)
+    engine = make_engine(actor, dtype="bfloat16", noise=0.1)
+    assert sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM) != before
+    assert sample_rollouts(native, PROMPTS, PARAMS, stream=STREAM) == before
 
 
 # --- dtype ------------------------------------------------------------------------------------------------------------
@@ -128,12 +139,12 @@ def test_bfloat16_samples_rounded_weights_in_bfloat16(actor, monkeypatch):
     sampled = sampled_weights(actor, engine)
     assert_equal_weights(sampled, rounded)
     assert {weight.dtype for weight in sampled.values()} == {torch.bfloat16} == set(cache_dtypes)
-    rollouts = engine.generate(PROMPTS, PARAMS, stream=STREAM)
+    rollouts = sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
     to_trained = reference_gap(rollouts, own).abs()
     assert 1e-4 < float(to_trained.mean()) < 0.05
     # Rounded weights alone do not explain the gap: the activations are rounded as well.
     assert float(reference_gap(rollouts, rounded).abs().mean()) > 1e-4
-    assert float(reference_gap(make_engine(actor).generate(PROMPTS, PARAMS, stream=STREAM), own).abs().max()) < 1e-4
+    assert float(reference_gap(sample_rollouts(make_engine(actor), PROMPTS, PARAMS, stream=STREAM), own).abs().max()) < 1e-4
 
 
 def test_int8_rounds_each_output_channel_of_the_linear_layers(actor):
@@ -147,7 +158,7 @@ def test_int8_rounds_each_output_channel_of_the_linear_layers(actor):
         step = max(abs(value) for value in values) / 127
         expected = [round(value / step) * step for value in values]
         assert sampled[name][row].tolist() == pytest.approx(expected, abs=1e-6 * 127 * step)
-    rollouts = engine.generate(PROMPTS, PARAMS, stream=STREAM)
+    rollouts = sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
     assert float(reference_gap(rollouts, sampled).abs().max()) < 1e-4
     assert 1e-4 < float(reference_gap(rollouts, own).abs().mean()) < 0.05
 
@@ -186,7 +197,7 @@ def test_noise_is_gaussian_in_units_of_each_tensors_rms(actor):
 
 def test_the_recorded_log_probs_are_the_noisy_policys(actor):
     own, engine = copy_weights(actor), make_engine(actor, noise=0.05)
-    rollouts = engine.generate(PROMPTS, PARAMS, stream=STREAM)
+    rollouts = sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
     assert float(reference_gap(rollouts, sampled_weights(actor, engine)).abs().max()) < 1e-4
     assert float(reference_gap(rollouts, own).abs().mean()) > 1e-3
 
@@ -194,7 +205,7 @@ def test_the_recorded_log_probs_are_the_noisy_policys(actor):
 def test_noise_follows_from_seed_and_version(actor):
     engine = make_engine(actor, noise=0.05)
     first = sampled_weights(actor, engine)
-    engine.sync_weights()
+    sync(actor, engine)
     assert_equal_weights(sampled_weights(actor, engine), first)  # as often as the version is sampled
     assert_equal_weights(sampled_weights(actor, make_engine(actor, noise=0.05)), first)  # and in a resumed run
     other_seed = sampled_weights(actor, make_engine(actor, seed=1, noise=0.05))
@@ -211,17 +222,17 @@ def test_stale_weights_are_those_of_k_versions_ago(actor, stale_steps):
     engine = make_engine(actor, stale_steps=stale_steps)
     history: list[list[Rollout]] = []
     for version in range(6):
-        history.append(make_native(actor).generate(PROMPTS, PARAMS, stream=STREAM))
+        history.append(sample_rollouts(make_native(actor), PROMPTS, PARAMS, stream=STREAM))
         used = max(0, version - stale_steps)
         # Two calls a step, as when groups are filtered and sampling goes on, sample from the same weights.
         for _ in range(2):
-            rollouts = engine.generate(PROMPTS, PARAMS, stream=STREAM)
+            rollouts = sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
             assert rollouts == history[used]
             assert {v for rollout in rollouts for v in rollout.versions} == {used}
         fake_update(actor)
-        engine.sync_weights()
+        sync(actor, engine)
     assert [r.token_ids for r in history[0]] != [r.token_ids for r in history[1]]
-    assert len(engine._ring) == stale_steps + 1
+    assert len(engine.policy._ring) == stale_steps + 1
 
 
 def test_frozen_weights_are_not_copied(actor):
@@ -230,12 +241,12 @@ def test_frozen_weights_are_not_copied(actor):
     for name, parameter in actor.model.named_parameters():
         parameter.requires_grad_(name == trained)
     engine = make_engine(actor, stale_steps=1)
-    before = engine.generate(PROMPTS, PARAMS, stream=STREAM)
+    before = sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
     with torch.no_grad():
         actor.model.get_parameter(trained).mul_(1.5)
-    engine.sync_weights()
-    assert [list(snapshot.weights) for snapshot in engine._ring] == [[trained], [trained]]
-    assert engine.generate(PROMPTS, PARAMS, stream=STREAM) == before
+    sync(actor, engine)
+    assert [list(snapshot.weights) for snapshot in engine.policy._ring] == [[trained], [trained]]
+    assert sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM) == before
 
 
 def test_adapters_are_perturbed_like_other_weights(actor):
@@ -247,13 +258,13 @@ def test_adapters_are_perturbed_like_other_weights(actor):
         device=CPU,
         dtype=torch.float32,
     )
-    native = make_native(adapted).generate(PROMPTS, PARAMS, stream=STREAM)
+    native = sample_rollouts(make_native(adapted), PROMPTS, PARAMS, stream=STREAM)
     engine = make_engine(adapted, stale_steps=1)
-    assert engine.generate(PROMPTS, PARAMS, stream=STREAM) == native
-    assert all(".lora_" in name for snapshot in engine._ring for name in snapshot.weights)
+    assert sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM) == native
+    assert all(".lora_" in name for snapshot in engine.policy._ring for name in snapshot.weights)
     own = copy_weights(adapted)
     for fields in ({"dtype": "bfloat16"}, {"dtype": "int8", "noise": 0.05}):
-        assert make_engine(adapted, **fields).generate(PROMPTS, PARAMS, stream=STREAM) != native
+        assert sample_rollouts(make_engine(adapted, **fields), PROMPTS, PARAMS, stream=STREAM) != native
         assert_equal_weights(copy_weights(adapted), own)
 
 
@@ -262,13 +273,13 @@ def test_the_settings_compose_stale_then_noise_then_dtype(actor):
     noisy = sampled_weights(actor, make_engine(actor, noise=0.05))
     engine = make_engine(actor, dtype="bfloat16", stale_steps=2, noise=0.05)
     for _ in range(2):
-        engine.sync_weights()
+        sync(actor, engine)
         fake_update(actor)
     set_weights(actor, {name: torch.zeros_like(weight) for name, weight in own.items()})
     assert_equal_weights(
         sampled_weights(actor, engine), {name: weight.to(torch.bfloat16) for name, weight in noisy.items()}
     )
-    assert {v for r in engine.generate(PROMPTS, PARAMS, stream=STREAM) for v in r.versions} == {0}
+    assert {v for r in sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM) for v in r.versions} == {0}
 
 
 # --- the trained weights ----------------------------------------------------------------------------------------------
@@ -277,21 +288,23 @@ def test_the_settings_compose_stale_then_noise_then_dtype(actor):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", None])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_trained_weights_are_untouched(actor, dtype, fails):
-    def stop(_: int) -> None:
+    def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     engine = make_engine(actor, dtype=dtype, stale_steps=1, noise=0.1)
-    engine.sync_weights()
+    sync(actor, engine)
     fake_update(actor)
     for parameter in actor.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     own, parameters = copy_weights(actor), list(actor.model.parameters())
     storage = [parameter.data_ptr() for parameter in parameters]
     if fails:
+        hook = actor.model.get_decoder().layers[1].register_forward_hook(stop)
         with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, PARAMS, stream=STREAM, on_done=stop)
+            sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
+        hook.remove()
     else:
-        engine.generate(PROMPTS, PARAMS, stream=STREAM)
+        sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
     assert_equal_weights(copy_weights(actor), own)
     assert all(now is then for now, then in zip(actor.model.parameters(), parameters, strict=True))
     assert [parameter.data_ptr() for parameter in parameters] == storage
@@ -304,7 +317,7 @@ def test_gradients_are_the_same_after_sampling(actor):
     inputs, gradients = pack([TokenSequence([5, 6, 7], [8, 9], 0)], CPU), []
     for engine in (None, make_engine(actor, dtype="bfloat16"), make_engine(actor, dtype="int8", noise=0.1)):
         if engine is not None:
-            engine.generate(PROMPTS, PARAMS, stream=STREAM)
+            sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
         hidden = actor.model.get_decoder()(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout
         ).last_hidden_state
@@ -326,9 +339,9 @@ def test_weights_come_back_when_the_exchange_itself_fails(actor, monkeypatch):
             raise MemoryError
         return 0
 
-    monkeypatch.setattr("pellucid.rollout.native.mismatch.seeding.derive_seed", fail_late)
+    monkeypatch.setattr("pellucid.rollout.native.laboratory.seeding.derive_seed", fail_late)
     with pytest.raises(MemoryError):
-        engine.generate(PROMPTS, PARAMS, stream=STREAM)
+        sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
     assert_equal_weights(copy_weights(actor), own)
 
 
@@ -340,42 +353,44 @@ def test_a_resumed_run_samples_what_the_uninterrupted_one_does(actor, tmp_path, 
     fields = {"dtype": "int8", "stale_steps": 2, "noise": 0.05}
     engine, expected = make_engine(actor, **fields), []
     for step in range(1, 8):
-        expected.append(engine.generate(PROMPTS, PARAMS, stream=("rollout", step)))
+        expected.append(sample_rollouts(engine, PROMPTS, PARAMS, stream=("rollout", step)))
         fake_update(actor)
-        engine.sync_weights()
+        sync(actor, engine)
         if step == saved_after:
-            engine.save(tmp_path)
+            engine.policy.save(tmp_path)
             checkpoint = copy_weights(actor)
     resumed = make_actor()
     set_weights(resumed, checkpoint)
     resumed.version = saved_after
     engine = make_engine(resumed, **fields)
-    engine.load(tmp_path)
+    engine.policy.load(tmp_path)
     for step in range(saved_after + 1, 8):
-        assert engine.generate(PROMPTS, PARAMS, stream=("rollout", step)) == expected[step - 1]
+        assert sample_rollouts(engine, PROMPTS, PARAMS, stream=("rollout", step)) == expected[step - 1]
         fake_update(resumed)
-        engine.sync_weights()
+        sync(resumed, engine)
 
 
 def test_a_checkpoint_without_stale_weights_starts_from_its_own(actor, tmp_path):
     engine = make_engine(actor, stale_steps=1)
-    engine.sync_weights()
+    sync(actor, engine)
     fake_update(actor)
-    engine.load(tmp_path)
-    assert engine.generate(PROMPTS, PARAMS, stream=STREAM) == make_native(actor).generate(
-        PROMPTS, PARAMS, stream=STREAM
+    engine.policy.load(tmp_path)
+    assert sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM) == sample_rollouts(
+        make_native(actor), PROMPTS, PARAMS, stream=STREAM
     )
 
 
 def test_a_smaller_number_of_stale_steps_keeps_the_newest(actor, tmp_path):
     engine = make_engine(actor, stale_steps=3)
     for _ in range(4):
-        engine.sync_weights()
+        sync(actor, engine)
         fake_update(actor)
-    engine.save(tmp_path)
+    engine.policy.save(tmp_path)
     shorter = make_engine(actor, stale_steps=1)
-    shorter.load(tmp_path)
-    assert [snapshot.version for snapshot in shorter._ring] == [2, 3]
+    shorter.policy.load(tmp_path)
+    assert [snapshot.version for snapshot in shorter.policy._ring] == [2, 3]
     plain = make_engine(actor)
-    plain.load(tmp_path)
-    assert plain.generate(PROMPTS, PARAMS, stream=STREAM) == make_native(actor).generate(PROMPTS, PARAMS, stream=STREAM)
+    plain.policy.load(tmp_path)
+    assert sample_rollouts(plain, PROMPTS, PARAMS, stream=STREAM) == sample_rollouts(
+        make_native(actor), PROMPTS, PARAMS, stream=STREAM
+    )

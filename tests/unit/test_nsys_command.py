@@ -10,12 +10,12 @@ import pytest
 
 from pellucid.config.schema.profiler import GlobalNsysConfig
 from pellucid.errors import UserError
-from pellucid.profiler import nsys_files
-from pellucid.profiler.manifest import ProfileFile, read_journals
-from pellucid.profiler.nsys_command import OwnNsys, _options_in, nsys_command, num_captures
-from pellucid.profiler.request import ProcessRequest, RoleRequest
-from pellucid.profiler.tools.base import Capture
-from pellucid.profiler.window import Window
+from pellucid.observe import nsys_files
+from pellucid.observe.manifest import ProfileFile, read_journals
+from pellucid.observe.nsys_command import OwnNsys, _options_in, nsys_command, num_captures
+from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.tools.base import Capture
+from pellucid.observe.window import Window
 from pellucid.stages import Stage, Unit
 
 WORKER, CONTROLLER = GlobalNsysConfig().worker_nsight_options, GlobalNsysConfig().controller_nsight_options
@@ -58,12 +58,12 @@ def test_too_few_captures_are_said(end: str, told: bool) -> None:
 
 
 def test_options_of_the_users_own() -> None:
-    found = options({"t": "nvtx,osrt", "sample": "process-tree", "stats": True, "capture-range": "nvtx"})
+    found = options({"trace": "nvtx,osrt", "sample": "process-tree", "stats": True, "capture-range": "nvtx"})
     assert found["trace"] == "nvtx,osrt" and found["sample"] == "process-tree" and found["stats"] == "true"
     # nsys would end the program after its first capture otherwise
     assert found["kill"] == "none" and found["capture-range-end"] == "repeat-shutdown:3"
     with pytest.raises(UserError, match=rf"{KEY}.output: cannot be set"):
-        options({"o": "mine"})
+        options({"output": "mine"})
 
 
 def request(steps: set[int], roles: dict[str, RoleRequest], continuous: bool = False) -> ProcessRequest:
@@ -90,8 +90,8 @@ def test_how_many_captures_a_process_makes_at_most(asked: ProcessRequest, repeat
 
 
 def test_a_programs_own_options_are_not_those_of_nsys() -> None:
-    command = ["nsys", "profile", "--capture-range=nvtx", "-o", "a b", "-fal", "--trace=x=y", sys.executable, "-c", "1", "--output=c"]
-    assert _options_in(command) == {"capture-range": "nvtx", "output": "a b", "force-overwrite": "al", "trace": "x=y"}
+    command = ["nsys", "profile", "--capture-range=nvtx", "-o", "a b", "--trace=x=y", sys.executable, "-c", "1", "--output=c"]
+    assert _options_in(command) == {"capture-range": "nvtx", "output": "a b", "trace": "x=y"}
     assert _options_in(["nsys", "start-agent"]) == {}
 
 
@@ -168,6 +168,7 @@ def test_half_a_note_is_left_out(raw: Path) -> None:
     assert len(finish(raw)[1]) == 1
 
 
+@pytest.mark.processes
 def test_the_rooms_of_nsys_start_without_torch() -> None:
     code = "import sys, pellucid.cli.train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -128,6 +129,23 @@ def test_scatter_puts_each_value_where_its_token_is(sequences):
     assert values.grad is not None and bool((values.grad == 1).all())
 
 
+@quick
+@given(batches(min_response=1), st.booleans(), st.data())
+def test_given_tokens_are_fed_and_not_predicted(sequences, packed, data):
+    """The input is the same; of what is predicted the given tokens are left out."""
+    sequences = side_by_side(sequences)
+    for sequence in sequences:
+        drawn = st.lists(st.booleans(), min_size=len(sequence.response_ids), max_size=len(sequence.response_ids))
+        sequence.sampled = data.draw(st.none() | drawn)
+    lay_out = pack if packed else pad
+    layout, whole = lay_out(sequences, CPU), lay_out([replace(one, sampled=None) for one in sequences], CPU)
+    assert torch.equal(layout.input_ids, whole.input_ids) and torch.equal(layout.position_ids, whole.position_ids)
+    assert layout.num_real_tokens == whole.num_real_tokens
+    sampled = torch.tensor([one for s in sequences for one in s.sampled or [True] * len(s.response_ids)], dtype=torch.bool)
+    for name in ("predict_index", "target_ids", "row", "column"):
+        assert torch.equal(getattr(layout, name), getattr(whole, name)[sampled]), name
+
+
 def test_rows_of_a_group_apart_repeat_their_prompt():
     first, other, again = TokenSequence([1, 2], [3], 0), TokenSequence([5], [6], 1), TokenSequence([1, 2], [4], 0)
     assert pack([first, other, again], CPU).input_ids.tolist() == [[1, 2, 5, 1, 2]]
@@ -135,7 +153,7 @@ def test_rows_of_a_group_apart_repeat_their_prompt():
 
 def test_sequences_of_names_groups_by_prompt():
     a, b = Prompt("a", [1], "a", "t"), Prompt("b", [2, 3], "b", "t")
-    rollouts = [Rollout(p, 0, [7, 8], [0.0, 0.0], [0, 0], "stop") for p in (a, b, a)]
+    rollouts = [Rollout.single_turn(p, 0, [7, 8], [0.0, 0.0], [0, 0], "stop") for p in (a, b, a)]
     assert sequences_of(rollouts) == [
         TokenSequence([1], [7, 8], 0, "a sample 0", "a"),
         TokenSequence([2, 3], [7, 8], 1, "b sample 0", "b"),

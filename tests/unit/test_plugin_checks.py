@@ -5,11 +5,16 @@ import torch
 
 from pellucid.algo.advantages import AdvantageInputs
 from pellucid.algo.policy_loss import LossInputs
-from pellucid.controller.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
+from pellucid.config.schema.actor import ActorConfig
 from pellucid.errors import UserError
+from pellucid.plugins import load_object, user_code
+from pellucid.roles.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
 
 MASK = torch.tensor([[True, True, False], [True, True, True]])
-INPUTS = LossInputs(logp=torch.zeros(2, 3, requires_grad=True), old_logp=torch.zeros(2, 3), advantages=torch.ones(2, 3), mask=MASK)
+INPUTS = LossInputs(
+    logp=torch.zeros(2, 3, requires_grad=True), old_logp=torch.zeros(2, 3), advantages=torch.ones(2, 3), mask=MASK,
+    config=ActorConfig(),
+)  # fmt: skip
 ADVANTAGE_INPUTS = AdvantageInputs(token_rewards=torch.ones(2, 3), mask=MASK, group=torch.tensor([0, 0]))
 
 
@@ -61,3 +66,26 @@ def test_a_wrong_estimator_is_refused(result):
 def test_a_right_estimator_is_masked(result):
     advantages, returns = checked_estimator(lambda inputs: (result, result), "mine.py:estimate")(ADVANTAGE_INPUTS)
     assert torch.equal(advantages, MASK.float()) and torch.equal(returns, MASK.float())
+
+
+def test_what_a_function_raises_is_one_message_with_its_place(tmp_path):
+    source = "def helper(x):\n    return {}[x]\n\ndef mine(inputs):\n    return helper('no such key')\n"
+    (tmp_path / "mine.py").write_text(source)
+    spec = f"{tmp_path}/mine.py:mine"
+    function = load_object(spec, LOSS_FIELD)
+    for checked, inputs, field in ((checked_loss, INPUTS, LOSS_FIELD), (checked_estimator, ADVANTAGE_INPUTS, ESTIMATOR_FIELD)):
+        with pytest.raises(UserError, match=r"KeyError: .no such key.") as caught:
+            checked(function, spec)(inputs)
+        assert caught.value.field == field and f"line 2 of {tmp_path}/mine.py" in str(caught.value)
+
+
+def test_an_error_that_is_not_in_the_user_s_file_has_no_place():
+    with pytest.raises(UserError, match=r"fails .ValueError.\."), user_code("json:loads", LOSS_FIELD):
+        raise ValueError
+
+
+def test_a_parameter_that_nothing_fills_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(inputs, value): ...\n")
+    spec = f"{tmp_path}/mine.py:mine"
+    with pytest.raises(UserError, match=r"`value`.*values, greedy_scores"):
+        checked_estimator(load_object(spec, ESTIMATOR_FIELD), spec)

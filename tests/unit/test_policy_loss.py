@@ -1,7 +1,7 @@
 """Every policy loss against loops over samples and tokens written from its definition, in float64; and its gradients."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -11,14 +11,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.algo.aggregation import aggregation_weights
-from pellucid.algo.policy_loss import POLICY_LOSSES, LossInputs, LossSettings
+from pellucid.algo.catalog import POLICY_LOSSES
+from pellucid.algo.policy_loss import LossInputs, PolicyLoss
+from pellucid.config.schema.actor import ActorConfig, PolicyLossConfig
 
 NAMES = sorted(POLICY_LOSSES)
 PPO = ["vanilla", "gspo", "clip_cov"]
-SETTINGS = LossSettings(
-    clip_high=0.28, clip_cov_ratio=0.2, clip_cov_lb=0.1, clip_cov_ub=2.0, kl_cov_ratio=0.3, ppo_kl_coef=0.7,
-    tau_pos=1.3, tau_neg=2.1, dro_beta=0.4,
+SETTINGS = ActorConfig(
+    clip_ratio_high=0.28,
+    policy_loss=PolicyLossConfig(
+        clip_cov_ratio=0.2, clip_cov_lb=0.1, clip_cov_ub=2.0, kl_cov_ratio=0.3, ppo_kl_coef=0.7, tau_pos=1.3, tau_neg=2.1,
+        dro_beta=0.4,
+    ),
 )  # fmt: skip
+
+
+def settings_with(**changes):
+    return replace(SETTINGS, policy_loss=replace(SETTINGS.policy_loss, **changes))
+
+
+@dataclass(frozen=True)
+class Case(LossInputs):
+    """The inputs of a loss and, for one that selects tokens, the selection."""
+
+    selected: torch.Tensor | None = None
+
+
+def loss_of(name, case):
+    loss = PolicyLoss.named(name)
+    return loss.function(case) if loss.select is None else loss.function(case, case.selected)
 
 
 # --- the definitions, one float at a time -----------------------------------------------------------------------------
@@ -30,13 +51,13 @@ def clip(x, low, high):
 
 def ppo(advantage, ratio, s):
     """The clipped loss, and whether the clip acts."""
-    unclipped, clipped = -advantage * ratio, -advantage * clip(ratio, 1 - s.clip_low, 1 + s.clip_high)
+    unclipped, clipped = -advantage * ratio, -advantage * clip(ratio, 1 - s.clip_ratio_low, 1 + s.clip_ratio_high)
     return max(unclipped, clipped), clipped > unclipped
 
 
 def by_hand(name, inputs):
     """Return {(row, t): loss} and the metrics."""
-    s, losses, clipped, clipped_lower, moved = inputs.settings, {}, [], [], []
+    s, losses, clipped, clipped_lower, moved = inputs.config, {}, [], [], []
     for row in range(len(inputs.mask)):
         tokens = tokens_of(inputs.mask, row)
         logps = [float(inputs.logp[row, t]) for t in tokens]
@@ -46,12 +67,12 @@ def by_hand(name, inputs):
             ratio, was_clipped, was_lower = math.exp(clip(d, -20, 20)), False, False
             if name == "vanilla":
                 loss, was_clipped = ppo(A, ratio, s)
-                if A < 0 and loss > -A * s.clip_c:
-                    loss, was_lower = -A * s.clip_c, True
+                if A < 0 and loss > -A * s.clip_ratio_c:
+                    loss, was_lower = -A * s.clip_ratio_c, True
             elif name == "gspo":
                 loss, was_clipped = ppo(A, math.exp(min(sum(ds) / len(ds), 10)), s)
             elif name == "sapo":
-                tau = s.tau_pos if A > 0 else s.tau_neg
+                tau = s.policy_loss.tau_pos if A > 0 else s.policy_loss.tau_neg
                 x = tau * (ratio - 1)
                 loss = -A * 4 / tau * (1 / (1 + math.exp(-x)) if x > -700 else 0.0)
             elif name == "gpg":
@@ -61,18 +82,18 @@ def by_hand(name, inputs):
                 if inputs.selected[row, t]:
                     loss, was_clipped = 0.0, False
             elif name == "kl_cov":
-                loss = -A * ratio + (s.ppo_kl_coef * abs(d) if inputs.selected[row, t] else 0.0)
+                loss = -A * ratio + (s.policy_loss.ppo_kl_coef * abs(d) if inputs.selected[row, t] else 0.0)
             elif name == "geo_mean":
                 held = [
-                    0.0 if a == 0 else min(x, s.clip_high) if a > 0 else max(x, -s.clip_low) for a, x in zip(As, ds)
+                    0.0 if a == 0 else min(x, s.clip_ratio_high) if a > 0 else max(x, -s.clip_ratio_low) for a, x in zip(As, ds)
                 ]
                 loss = -sum(As) / len(As) * math.exp(clip(sum(held) / len(held), -20, 20))
-                was_clipped = (A > 0 and d > s.clip_high) or (A < 0 and d < -s.clip_low)
+                was_clipped = (A > 0 and d > s.clip_ratio_high) or (A < 0 and d < -s.clip_ratio_low)
             elif name == "cispo":
-                weight = clip(ratio, 1 - s.clip_low, 1 + s.clip_high)
+                weight = clip(ratio, 1 - s.clip_ratio_low, 1 + s.clip_ratio_high)
                 loss, was_clipped = -weight * A * logp, weight != ratio
             else:
-                loss = -(A * logp - s.dro_beta / 2 * d**2)
+                loss = -(A * logp - s.policy_loss.dro_beta / 2 * d**2)
             losses[row, t] = loss
             clipped.append(was_clipped)
             clipped_lower.append(was_lower)
@@ -90,7 +111,7 @@ def by_hand(name, inputs):
 
 def select_by_hand(name, inputs, uniforms):
     """Return the set of cells that the loss may pick."""
-    s = inputs.settings
+    s = inputs.config
     cells = [(row, t) for row in range(len(inputs.mask)) for t in tokens_of(inputs.mask, row)]
     if not cells:
         return set()
@@ -99,15 +120,15 @@ def select_by_hand(name, inputs, uniforms):
     cov = {c: (float(inputs.advantages[c]) - mean_advantage) * (float(inputs.logp[c]) - mean_logp) for c in cells}
     if name == "kl_cov":
         ranked = sorted(cells, key=lambda cell: (-cov[cell], float(uniforms[cell])))
-        return set(ranked[: max(1, math.floor(s.kl_cov_ratio * len(cells)))])
+        return set(ranked[: max(1, math.floor(s.policy_loss.kl_cov_ratio * len(cells)))])
     ratios = {c: math.exp(clip(float(inputs.logp[c]) - float(inputs.old_logp[c]), -20, 20)) for c in cells}
     free = [
         c
         for c in cells
-        if s.clip_cov_lb < cov[c] < s.clip_cov_ub and not ppo(float(inputs.advantages[c]), ratios[c], s)[1]
+        if s.policy_loss.clip_cov_lb < cov[c] < s.policy_loss.clip_cov_ub and not ppo(float(inputs.advantages[c]), ratios[c], s)[1]
     ]
     free.sort(key=lambda cell: float(uniforms[cell]))
-    return set(free[: max(1, math.floor(s.clip_cov_ratio * len(cells)))])
+    return set(free[: max(1, math.floor(s.policy_loss.clip_cov_ratio * len(cells)))])
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
@@ -116,18 +137,18 @@ def select_by_hand(name, inputs, uniforms):
 def inputs_of(mask, seed=0, *, scale=0.4, dtype=torch.float64, name=None, **changes):
     """Random inputs; what lies outside the mask is as random. With a name, its selection is made."""
     shape = mask.shape
-    inputs = LossInputs(
+    inputs = Case(
         logp=noise64(shape, seed, scale).to(dtype) - 2,
         old_logp=noise64(shape, seed + 1, scale).to(dtype) - 2,
         advantages=noise64(shape, seed + 2).to(dtype),
         mask=mask,
-        settings=SETTINGS,
+        config=SETTINGS,
     )
     return with_selection(replace(inputs, **changes), name)
 
 
 def with_selection(inputs, name, seed=5):
-    select = POLICY_LOSSES[name].select if name else None
+    select = PolicyLoss.named(name).select if name else None
     return replace(inputs, selected=select(inputs, uniforms_of(inputs.mask.shape, seed))) if select else inputs
 
 
@@ -138,13 +159,13 @@ def uniforms_of(shape, seed=5):
 def rows_of(inputs, rows):
     selected = None if inputs.selected is None else inputs.selected[rows]
     tensors = (inputs.logp, inputs.old_logp, inputs.advantages, inputs.mask)
-    return LossInputs(*(tensor[rows] for tensor in tensors), settings=inputs.settings, selected=selected)
+    return Case(*(tensor[rows] for tensor in tensors), config=inputs.config, selected=selected)
 
 
 def gradient(name, inputs, weights):
     """The gradient of Σ weights · loss with respect to logp."""
     logp = inputs.logp.clone().requires_grad_()
-    (POLICY_LOSSES[name].function(replace(inputs, logp=logp))[0] * weights).sum().backward()
+    (loss_of(name, replace(inputs, logp=logp))[0] * weights).sum().backward()
     assert logp.grad is not None
     return logp.grad
 
@@ -174,7 +195,7 @@ def cases(name):
 
 
 def check(name, inputs, tolerance=1e-6):
-    loss, metrics = POLICY_LOSSES[name].function(inputs)
+    loss, metrics = loss_of(name, inputs)
     losses, expected = by_hand(name, inputs)
     assert loss.shape == inputs.mask.shape
     for cell, value in losses.items():
@@ -205,7 +226,7 @@ def test_losses_are_their_definitions_on_any_mask(name, mask, seed, scale):
 def test_float32(name):
     inputs = inputs_of(MASK, 1, dtype=torch.float32, name=name)
     check(name, inputs, tolerance=1e-5)
-    assert POLICY_LOSSES[name].function(inputs)[0].dtype == torch.float32
+    assert loss_of(name, inputs)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -229,8 +250,8 @@ def test_float32(name):
 def test_vanilla_values_and_gradients(log_ratio, advantage, loss, slope):
     old = torch.tensor([[-1.5]])
     logp = (old + log_ratio).requires_grad_()
-    inputs = LossInputs(logp, old, torch.tensor([[advantage]]), torch.tensor([[True]]), SETTINGS)
-    value, _ = POLICY_LOSSES["vanilla"].function(inputs)
+    inputs = Case(logp, old, torch.tensor([[advantage]]), torch.tensor([[True]]), SETTINGS)
+    value, _ = loss_of("vanilla", inputs)
     value.sum().backward()
     assert logp.grad is not None
     assert value.item() == pytest.approx(loss, rel=1e-5, abs=1e-12)
@@ -242,7 +263,7 @@ def test_vanilla_metrics_count_masked_tokens_only():
     log_ratio = torch.tensor([[0.5, -0.5, 2.0, 0.1, 5.0]])
     advantages = torch.tensor([[1.0, -1.0, -1.0, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1, 1, 0]]).bool()
-    _, metrics = POLICY_LOSSES["vanilla"].function(LossInputs(log_ratio, torch.zeros(1, 5), advantages, mask, SETTINGS))
+    _, metrics = loss_of("vanilla", Case(log_ratio, torch.zeros(1, 5), advantages, mask, SETTINGS))
     assert {name: float(value) for name, value in metrics.items()} == {
         "actor/pg_clipfrac": pytest.approx(2 / 4),
         "actor/pg_clipfrac_lower": pytest.approx(1 / 4),
@@ -264,23 +285,16 @@ def test_vanilla_metrics_count_masked_tokens_only():
 )
 def test_clipfrac_counts_the_bound_that_acts(name, advantages, fraction):
     log_ratio, mask = torch.tensor([[0.5, -0.5, 0.5, -0.5]]), torch.ones(1, 4).bool()
-    inputs = LossInputs(
+    inputs = Case(
         log_ratio, torch.zeros(1, 4), torch.tensor([advantages]), mask, SETTINGS, torch.zeros(1, 4).bool()
     )
-    assert float(POLICY_LOSSES[name].function(inputs)[1]["actor/pg_clipfrac"]) == fraction
-
-
-def test_the_defaults_are_the_config_s():
-    assert LossSettings() == LossSettings(
-        clip_low=0.2, clip_high=0.2, clip_c=3.0, clip_cov_ratio=0.0002, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=0.0002,
-        ppo_kl_coef=0.1, tau_pos=1.0, tau_neg=1.05, dro_beta=0.1,
-    )  # fmt: skip
+    assert float(loss_of(name, inputs)[1]["actor/pg_clipfrac"]) == fraction
 
 
 def test_losses_by_name():
     assert set(POLICY_LOSSES) == {"vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"}
-    assert [name for name in NAMES if POLICY_LOSSES[name].select] == ["clip_cov", "kl_cov"]
-    assert [name for name in NAMES if POLICY_LOSSES[name].sequence_weights] == ["geo_mean"]
+    assert [name for name in NAMES if PolicyLoss.named(name).select] == ["clip_cov", "kl_cov"]
+    assert [name for name in NAMES if PolicyLoss.named(name).sequence_weights] == ["geo_mean"]
 
 
 # --- selection --------------------------------------------------------------------------------------------------------
@@ -292,12 +306,12 @@ def test_losses_by_name():
     mask=holed_masks, seed=st.integers(0, 99), ratio=st.sampled_from([0.0, 0.0002, 0.3, 0.5, 1.0]), coarse=st.booleans()
 )
 def test_selection_is_its_definition(name, mask, seed, ratio, coarse):
-    inputs = inputs_of(mask, seed, scale=2.0, settings=replace(SETTINGS, clip_cov_ratio=ratio, kl_cov_ratio=ratio))
+    inputs = inputs_of(mask, seed, scale=2.0, config=settings_with(clip_cov_ratio=ratio, kl_cov_ratio=ratio))
     if coarse:  # whole numbers: many tokens of the same covariance
         whole = {key: tensor.round() for key, tensor in (("logp", inputs.logp), ("advantages", inputs.advantages))}
         inputs = replace(inputs, **whole)
     uniforms = uniforms_of(mask.shape, seed)
-    selected = POLICY_LOSSES[name].select(inputs, uniforms)
+    selected = PolicyLoss.named(name).select(inputs, uniforms)
     picked = {(row, t) for row, t in selected.nonzero().tolist()}
     if not coarse:
         assert picked == select_by_hand(name, inputs, uniforms)
@@ -310,14 +324,13 @@ def test_uniforms_decide_between_equals(name):
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()
     even = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).expand(2, 5)
     inputs = inputs_of(
-        mask, logp=even - 1, old_logp=even - 1, advantages=even, settings=replace(SETTINGS, clip_cov_lb=0.5)
+        mask, logp=even - 1, old_logp=even - 1, advantages=even, config=settings_with(clip_cov_lb=0.5, clip_cov_ratio=0.0, kl_cov_ratio=0.0)
     )
-    inputs = replace(inputs, settings=replace(inputs.settings, clip_cov_ratio=0.0, kl_cov_ratio=0.0))
     # Equal covariances of the first row are the largest: there are four of them to its neighbour's five.
     for best in range(4):
         uniforms = torch.full((2, 5), 0.9)
         uniforms[0, best] = 0.1
-        assert POLICY_LOSSES[name].select(inputs, uniforms).nonzero().tolist() == [[0, best]]
+        assert PolicyLoss.named(name).select(inputs, uniforms).nonzero().tolist() == [[0, best]]
 
 
 @quick
@@ -325,23 +338,17 @@ def test_uniforms_decide_between_equals(name):
 @given(mask=holed_masks, seed=st.integers(0, 99), data=st.data())
 def test_permuting_samples_permutes_the_selection(name, mask, seed, data):
     order, uniforms = data.draw(st.permutations(range(len(mask)))), uniforms_of(mask.shape)
-    inputs, select = inputs_of(mask, seed, scale=2.0), POLICY_LOSSES[name].select
+    inputs, select = inputs_of(mask, seed, scale=2.0), PolicyLoss.named(name).select
     assert torch.equal(select(rows_of(inputs, order), uniforms[order]), select(inputs, uniforms)[order])
 
 
 def test_what_ppo_clips_is_not_left_out_as_well():
     inputs = inputs_of(torch.ones(20, 20, dtype=torch.bool), 1, scale=2.0)
-    everything = replace(SETTINGS, clip_cov_ratio=1.0, clip_cov_lb=-1e9, clip_cov_ub=1e9)
-    selected = POLICY_LOSSES["clip_cov"].select(replace(inputs, settings=everything), uniforms_of((20, 20)))
+    everything = settings_with(clip_cov_ratio=1.0, clip_cov_lb=-1e9, clip_cov_ub=1e9)
+    selected = PolicyLoss.named("clip_cov").select(replace(inputs, config=everything), uniforms_of((20, 20)))
     d = inputs.logp - inputs.old_logp
     clipped = ((inputs.advantages > 0) & (d > math.log(1.28))) | ((inputs.advantages < 0) & (d < math.log(0.8)))
     assert torch.equal(selected, ~clipped)
-
-
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_a_loss_with_a_selection_does_not_go_on_without_it(name):
-    with pytest.raises(ValueError, match=f"{name} needs `selected`"):
-        POLICY_LOSSES[name].function(inputs_of(MASK))
 
 
 def test_selected_tokens_of_clip_cov_teach_nothing():
@@ -359,11 +366,11 @@ def differentiable(name):
     inputs = inputs_of(MASK, 1, advantages=advantages, name=name)
     if name == "gspo":
         weights = aggregation_weights(MASK, "seq-mean-token-mean").double()
-        return lambda logp: (POLICY_LOSSES[name].function(replace(inputs, logp=logp))[0] * weights).sum(), inputs
+        return lambda logp: (loss_of(name, replace(inputs, logp=logp))[0] * weights).sum(), inputs
     if name == "cispo":
         # At logp = old the constant weight is 1, so moving old along keeps it there.
-        return lambda logp: POLICY_LOSSES[name].function(replace(inputs, logp=logp, old_logp=logp.detach()))[0], inputs
-    return lambda logp: POLICY_LOSSES[name].function(replace(inputs, logp=logp))[0], inputs
+        return lambda logp: loss_of(name, replace(inputs, logp=logp, old_logp=logp.detach()))[0], inputs
+    return lambda logp: loss_of(name, replace(inputs, logp=logp))[0], inputs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -389,7 +396,7 @@ def test_cispo_s_gradient_is_the_clipped_ratio_times_the_advantage():
 
 def test_geo_mean_aggregates_to_the_mean_over_sequences():
     inputs = inputs_of(MASK, 1)
-    loss, _ = POLICY_LOSSES["geo_mean"].function(inputs)
+    loss, _ = loss_of("geo_mean", inputs)
     per_sequence = {row: value for (row, _), value in by_hand("geo_mean", inputs)[0].items()}
     weights = aggregation_weights(MASK, "seq-mean-token-mean").double()
     assert float((loss * weights).sum()) == pytest.approx(sum(per_sequence.values()) / len(per_sequence), rel=1e-6)
@@ -401,7 +408,7 @@ def test_losses_and_gradients_stay_finite(name, case):
     inputs = cases(name)[case]
     parts = {"logp": inputs.logp.float(), "old_logp": inputs.old_logp.float(), "advantages": inputs.advantages.float()}
     inputs = replace(inputs, **parts)
-    loss, metrics = POLICY_LOSSES[name].function(inputs)
+    loss, metrics = loss_of(name, inputs)
     assert loss.isfinite().all() and all(value.isfinite() for value in metrics.values())
     for mode in MODES:
         assert gradient(name, inputs, aggregation_weights(inputs.mask, mode)).isfinite().all()
@@ -425,7 +432,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name):
     old = noise64(MASK.shape, 3) - 2
     advantages = noise64((len(MASK), 1), 7).expand(MASK.shape)
     inputs = inputs_of(MASK, logp=old, old_logp=old, advantages=advantages, selected=torch.zeros_like(MASK))
-    inputs = replace(inputs, settings=replace(SETTINGS, tau_pos=1.0, tau_neg=1.05))
+    inputs = replace(inputs, config=settings_with(tau_pos=1.0, tau_neg=1.05))
     weights = aggregation_weights(MASK, "seq-mean-token-mean").double()
     torch.testing.assert_close(gradient(name, inputs, weights), -advantages * weights, rtol=1e-9, atol=1e-12)
 
@@ -438,41 +445,12 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name):
 @given(mask=holed_masks, seed=st.integers(0, 99), data=st.data())
 def test_permuting_samples_permutes_losses(name, mask, seed, data):
     inputs, order = inputs_of(mask, seed, name=name), data.draw(st.permutations(range(len(mask))))
-    loss, metrics = POLICY_LOSSES[name].function(inputs)
-    permuted, same = POLICY_LOSSES[name].function(rows_of(inputs, order))
+    loss, metrics = loss_of(name, inputs)
+    permuted, same = loss_of(name, rows_of(inputs, order))
     torch.testing.assert_close(permuted, loss[order], rtol=1e-12, atol=1e-12)
     assert {key: float(value) for key, value in same.items()} == {
         key: pytest.approx(float(v), rel=1e-6) for key, v in metrics.items()
     }
-
-
-@quick
-@pytest.mark.parametrize("name", NAMES)
-@given(mask=holed_masks, seed=st.integers(0, 99), extra=st.integers(1, 3))
-def test_padding_changes_nothing(name, mask, seed, extra):
-    inputs = inputs_of(mask, seed)
-    pads = {"logp": -3.0, "old_logp": 90.0, "advantages": 7.0, "mask": False}
-
-    def pad(tensor, value):
-        return torch.nn.functional.pad(tensor, (0, extra), value=value)
-
-    uniforms, padded = (
-        uniforms_of(mask.shape),
-        replace(inputs, **{k: pad(vars_of(inputs)[k], v) for k, v in pads.items()}),
-    )
-    if select := POLICY_LOSSES[name].select:
-        inputs = replace(inputs, selected=select(inputs, uniforms))
-        padded = replace(padded, selected=select(padded, pad(uniforms, 0.0)))
-        assert torch.equal(padded.selected, pad(inputs.selected, False))
-    (loss, metrics), (wide, same) = POLICY_LOSSES[name].function(inputs), POLICY_LOSSES[name].function(padded)
-    torch.testing.assert_close(wide[:, : mask.shape[1]][mask], loss[mask], rtol=1e-12, atol=1e-12)
-    assert {key: float(value) for key, value in same.items()} == {
-        key: pytest.approx(float(v), rel=1e-6, abs=1e-9) for key, v in metrics.items()
-    }
-
-
-def vars_of(inputs):
-    return {"logp": inputs.logp, "old_logp": inputs.old_logp, "advantages": inputs.advantages, "mask": inputs.mask}
 
 
 @quick
@@ -491,7 +469,7 @@ def test_any_split_into_micro_batches_has_the_same_gradient(name, mask, mode, se
     def theta_gradient(rows):
         parameter = theta.clone().requires_grad_()
         part = replace(rows_of(whole, rows), logp=features[rows] @ parameter)
-        return torch.autograd.grad((POLICY_LOSSES[name].function(part)[0] * weights[rows]).sum(), parameter)[0]
+        return torch.autograd.grad((loss_of(name, part)[0] * weights[rows]).sum(), parameter)[0]
 
     total = sum((theta_gradient(order[a:b]) for a, b in pairwise(starts)), torch.zeros_like(theta))
     expected = theta_gradient(list(range(len(mask))))

@@ -28,12 +28,13 @@ from pellucid.cli.main import app
 from pellucid.errors import UserError
 from pellucid.precision.by_sample import Source, compare_by_sample
 from pellucid.precision.calls import Calls, parse_name
-from pellucid.precision.compare import RTOL, Place, compare_dumps, place_of, summarise
-from pellucid.precision.difference import SAME, difference
+from pellucid.precision.capture_table import SAME, join, statistics_table, tensor_errors, words
+from pellucid.precision.compare import RTOL, compare_dumps, summarise
 from pellucid.precision.divergence import Kind
-from pellucid.precision.dump import Entry
+from pellucid.precision.dump import Entry, TensorStats
 from pellucid.precision.health import check_dump
 from pellucid.precision.heatmap import AGREES, BROKEN, EQUAL, NOT_CAPTURED, code, heatmap_page
+from pellucid.precision.matching import Place, place_of
 from pellucid.precision.text import comparison_json, comparison_renderables, explanation, headline
 
 BATCH = make_batch()
@@ -67,10 +68,17 @@ def words_of(result) -> str:
 # Errors of tensors
 
 
+def difference(a: TensorStats, b: TensorStats) -> tuple[float, str]:
+    """The error between two tensors, and what differs, in words."""
+    tables = [statistics_table([(0, "", Entry("", None, {"output": [stats]}))]) for stats in (a, b)]
+    joined = join(tables[0], tables[1])
+    return float(tensor_errors(joined)[0]), words(joined, 0)
+
+
 def test_equal_tensors_have_no_error():
     values = np.random.default_rng(0).normal(size=(1, 20, 32)).astype(np.float32)
-    assert difference("output.0", stats_of(values), stats_of(values)).error == SAME
-    assert difference("output.0", stats_of(values, native=False), stats_of(values, native=False)).error == 0.0
+    assert difference(stats_of(values), stats_of(values))[0] == SAME
+    assert difference(stats_of(values, native=False), stats_of(values, native=False))[0] == 0.0
 
 
 @pytest.mark.parametrize("size", [(1, 20, 32), (576, 576)])
@@ -79,8 +87,8 @@ def test_a_bf16_layer_stands_out_and_another_order_of_additions_does_not(size):
     values = random.normal(size=size).astype(np.float32)
     values[0, 0], values[0, 1] = 8.0, -8.0  # exact in bf16: largest and smallest value tell nothing
     noisy = (values * (1 + 1e-7 * random.normal(size=size))).astype(np.float32)
-    assert 10 * RTOL < difference("output.0", stats_of(values), stats_of(bf16(values))).error < 2e-2
-    assert 0 < difference("output.0", stats_of(values), stats_of(noisy)).error < 2e-6
+    assert 10 * RTOL < difference(stats_of(values), stats_of(bf16(values)))[0] < 2e-2
+    assert 0 < difference(stats_of(values), stats_of(noisy))[0] < 2e-6
 
 
 def test_what_cannot_be_compared_is_infinitely_wrong():
@@ -88,12 +96,12 @@ def test_what_cannot_be_compared_is_infinitely_wrong():
     with_nan = values.copy()
     with_nan[0, 0] = np.nan
     ids, others = np.array([[1, 2, 3]]), np.array([[1, 3, 2]])
-    assert difference("x", stats_of(values), stats_of(with_nan)).error == np.inf
-    assert difference("x", stats_of(values, native=False), stats_of(with_nan, native=False)).error == np.inf
-    assert difference("x", stats_of(values), stats_of(values.T)).error == np.inf
-    assert difference("x", stats_of(ids), stats_of(others)).error == np.inf  # by checksum alone
-    assert "1 NaN" in difference("x", stats_of(with_nan), stats_of(values)).what
-    assert difference("x", stats_of(with_nan), stats_of(with_nan)).error == SAME
+    assert difference(stats_of(values), stats_of(with_nan))[0] == np.inf
+    assert difference(stats_of(values, native=False), stats_of(with_nan, native=False))[0] == np.inf
+    assert difference(stats_of(values), stats_of(values.T))[0] == np.inf
+    assert difference(stats_of(ids), stats_of(others))[0] == np.inf  # by checksum alone
+    assert "1 NaN" in difference(stats_of(with_nan), stats_of(values))[1]
+    assert difference(stats_of(with_nan), stats_of(with_nan))[0] == SAME
 
 
 # Where captures go apart

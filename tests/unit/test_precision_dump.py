@@ -15,8 +15,7 @@ import pytest
 from pellucid.errors import UserError
 from pellucid.precision.dump import About, Entry, Pass, SampleSums, StageDump, TensorStats, leaves
 from pellucid.precision.dump_files import find_dumps, read_about, read_dump, write_about, write_dump
-from pellucid.profiler.manifest import Manifest, ProfileFile
-from pellucid.profiler.probe import TokenSpan
+from pellucid.stages import TokenSpan
 
 NORM, LAYER = "Module.model.norm.LlamaRMSNorm", "Module.model.layers.0.LlamaDecoderLayer"
 
@@ -292,39 +291,8 @@ def test_captures_are_found_from_every_folder_above_them(tmp_path):
     assert find_dumps(saved / "rollout_replica10") == [refs[1]]
 
 
-def test_captures_elsewhere_are_found_through_the_manifest(tmp_path):
-    run, elsewhere, others = tmp_path / "run", folder_of(tmp_path / "saved"), folder_of(tmp_path / "saved", step=4)
-    for folder in (elsewhere, others):
-        write_dump(folder, capture())
-    of = {
-        "bytes": 1,
-        "role": "actor",
-        "stage": "actor_update",
-        "step": 3,
-        "rank": 1,
-        "num_ranks": 2,
-        "pid": 1,
-        "process": "p",
-    }
-    files = [ProfileFile(str(path), tool="precision_debugger", **of) for path in sorted(elsewhere.iterdir())]
-    (run / "profile").mkdir(parents=True)
-    Manifest(files=files).write(run / "profile")
-    assert [ref.folder for ref in find_dumps(run)] == [elsewhere]
-
-
-def test_a_torn_manifest_hides_no_capture_that_its_folder_names(tmp_path, caplog):
-    (tmp_path / "profile").mkdir()
-    manifest = tmp_path / "profile" / "manifest.json"
-    manifest.write_text('{"version": 1, "files": [')
-    with pytest.raises(UserError, match="is torn"):  # where captures lie elsewhere, it alone knows
-        find_dumps(tmp_path)
-    folder = folder_of(tmp_path / "profile")
-    write_dump(folder, capture())
-    assert [ref.folder for ref in find_dumps(tmp_path)] == [folder]
-    assert str(manifest) in caplog.text and "is torn" in caplog.text
-
-
 @pytest.mark.skipif(importlib.util.find_spec("msprobe") is None, reason="msprobe is not installed")
+@pytest.mark.processes
 def test_msprobes_own_compare_reads_captures(tmp_path):
     ours, other = capture(), capture()
     layer = other.entries[1].groups["input_args"]

@@ -1,22 +1,24 @@
 """The profiler of one process, driven with the real torch profiler: what it captures, writes down, and survives."""
 
+import asyncio
 import gzip
 import json
+import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from pellucid.errors import UserError
-from pellucid.profiler.manifest import Manifest, read_journals
-from pellucid.profiler.process import ProcessProfiler, ProfilerError
-from pellucid.profiler.request import ProcessRequest, RoleRequest
-from pellucid.profiler.spans import Lanes, SpanRecorder
-from pellucid.profiler.tools import TOOLS, tool_class
-from pellucid.profiler.tools.torch_trace import TorchTool
-from pellucid.profiler.window import Window
+from pellucid.observe.manifest import Manifest, read_journals
+from pellucid.observe.process import ProcessProfiler, ProfilerError
+from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.spans import FIRST_TASK_ROW, SpanRecorder
+from pellucid.observe.tools import TOOLS, tool_class
+from pellucid.observe.tools.torch_trace import TorchTool
+from pellucid.observe.window import Window
 from pellucid.stages import Stage, Unit
 
 HERE = "test_process_profiler"
@@ -301,7 +303,7 @@ def test_the_budget_ends_collection(tmp_path):
 
 
 def test_a_full_disk_leaves_captures_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("pellucid.profiler.process.MIN_FREE_BYTES", 1 << 62)
+    monkeypatch.setattr("pellucid.observe.process.MIN_FREE_BYTES", 1 << 62)
     profiler, said = make(tmp_path)
     run_steps(profiler, range(1, 4))
     assert not files(tmp_path) and len(said) == 1 and "this capture is left out" in said[0]
@@ -335,9 +337,193 @@ def test_a_resumed_timeline_stays_readable(tmp_path):
     assert len(spans(tmp_path)) == 8
 
 
-def test_overlapping_calls_get_rows_of_their_own():
-    lanes = Lanes()
-    assert [lanes.take(at, 1e-6 * length) for at, length in [(0, 10), (5, 10), (10, 5), (15, 5), (16, 1)]] == [1, 2, 1, 1, 2]
+def test_overlapping_calls_get_rows_of_their_own(tmp_path):
+    recorder = SpanRecorder(tmp_path / "timeline" / "policy_rank_0.json")
+    for at, length in [(0, 10), (5, 10), (10, 5), (15, 5), (16, 1)]:
+        recorder.record_call("reward_call", at, 1e-6 * length)
+    recorder.close()
+    assert [event["tid"] for event in spans(tmp_path)[1:]] == [1, 2, 1, 1, 2]
+
+
+def test_spans_that_nest_do_so_to_the_microsecond(tmp_path):
+    recorder = SpanRecorder(tmp_path / "timeline" / "policy_rank_0.json")
+    for _ in range(200):
+        with recorder.span("outer"), recorder.detail("inner"):
+            with recorder.detail("first"):
+                pass
+            with recorder.detail("second"):
+                pass
+    recorder.close()
+    events = spans(tmp_path)[1:]
+    for first, second, inner, outer in zip(*(iter(events),) * 4):
+        ends = {event["name"]: event["ts"] + event["dur"] for event in (first, second, inner, outer)}
+        assert outer["ts"] <= inner["ts"] <= first["ts"] and ends["first"] <= second["ts"], "Perfetto drops what overlaps"
+        assert ends["second"] <= ends["inner"] <= ends["outer"]
+
+
+def test_timings_of_steps_that_overlap_are_kept_apart(tmp_path):
+    recorder = SpanRecorder()
+    with recorder.span("reward", step=3), recorder.span("actor_update", step=2), recorder.span("made"):
+        pass
+    assert set(recorder.step_timings(2)) == {"timing_s/actor_update", "timing_s/made"}
+    assert set(recorder.step_timings()) == {"timing_s/reward"}
+
+
+class Numbers:
+    """A tool that looks at tensors: it counts the passes and mini-batches of its stage."""
+
+    def __init__(self, settings):
+        pass
+
+    @classmethod
+    def check(cls, settings):
+        pass
+
+    def warm_up(self, capture):
+        pass
+
+    def start(self, capture):
+        self.path, self.passes, self.mini_batches = capture.folder / f"{capture.name}.numbers", 0, 0
+
+    def range(self, name):
+        return nullcontext()
+
+    def begin_pass(self, spans, unit):
+        self.passes += 1
+
+    def results(self, tensors):
+        pass
+
+    def end_mini_batch(self):
+        self.mini_batches += 1
+
+    def stop(self):
+        self.path.write_text(f"{self.passes} {self.mini_batches}")
+        return [self.path]
+
+
+def overlapping(profiler: ProcessProfiler, steps: dict[Stage, int], units: dict[Stage, int]) -> None:
+    """Run an update and a rollout in two threads; each is in its stage while the other does its units."""
+    both_in, both_done = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+
+    def run(stage: Stage) -> None:
+        with profiler.stage(stage, steps[stage]):
+            both_in.wait()
+            for _ in range(units[stage]):
+                do_unit(profiler, stage)
+            both_done.wait()
+
+    threads = [threading.Thread(target=run, args=(stage,)) for stage in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def do_unit(profiler: ProcessProfiler, stage: Stage) -> None:
+    if stage is Stage.ROLLOUT_GENERATE:
+        with profiler.unit(Unit.DECODE_STEP, list):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+    else:
+        with profiler.unit(Unit.MINI_BATCH), profiler.unit(Unit.MICRO_BATCH, list):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def two_roles(tmp_path: Path, tool: str, **windows) -> tuple[ProcessProfiler, list[str]]:
+    said: list[str] = []
+    roles = {
+        "actor": role_of(tmp_path, tool, discrete=True, windows=windows.get("actor", {})),
+        "rollout": role_of(tmp_path, tool, discrete=True, windows=windows.get("rollout", {})),
+    }
+    journals = tmp_path / "profile" / ".journals"
+    request = ProcessRequest("policy_rank_0", "policy", 0, 2, frozenset({2, 3}), roles, journals)
+    spans = SpanRecorder(tmp_path / "timeline" / "policy_rank_0.json", "policy rank 0")
+    return ProcessProfiler(spans, request, said.append), said
+
+
+STEPS = {Stage.ACTOR_UPDATE: 2, Stage.ROLLOUT_GENERATE: 3}
+UNITS = {Stage.ACTOR_UPDATE: 3, Stage.ROLLOUT_GENERATE: 5}
+
+
+def test_two_stages_in_threads_have_captures_units_and_timings_of_their_own(tmp_path):
+    profiler, said = two_roles(tmp_path, f"{HERE}:Numbers")
+    with in_step(profiler, 2):
+        overlapping(profiler, STEPS, UNITS)
+    counted = {path.name.partition("_step")[0]: path.read_text() for path in files(tmp_path)}
+    assert counted == {"actor_actor_update": "3 3", "rollout_rollout_generate": "5 0"} and not said
+    assert {(file.stage, file.step) for file in journal(tmp_path)[0]} == {("actor_update", 2), ("rollout_generate", 3)}
+    assert set(profiler.spans.step_timings(2)) == {"timing_s/actor_update"}
+    assert set(profiler.spans.step_timings(3)) == {"timing_s/rollout_generate"}
+    assert profiler.take_ran(2) == {Stage.ACTOR_UPDATE} and profiler.take_ran(3) == {Stage.ROLLOUT_GENERATE}
+
+
+def test_spans_of_two_stages_in_threads_nest_in_rows_of_their_own(tmp_path):
+    profiler, _ = make(tmp_path, steps=frozenset())
+    overlapping(profiler, STEPS, UNITS)
+    with profiler.stage(Stage.REWARD, 3):
+        pass
+    profiler.spans.close()
+    rows = {event["name"]: event["tid"] for event in spans(tmp_path) if event["ph"] == "X"}
+    assert {rows["actor_update"], rows["rollout_generate"]} == {0, FIRST_TASK_ROW} and rows["reward"] == 0
+    assert rows["micro_batch"] == rows["mini_batch"] == rows["actor_update"]
+
+
+def test_a_tool_that_records_the_process_records_one_stage_at_a_time_and_that_is_said(tmp_path):
+    profiler, said = two_roles(tmp_path, "torch")
+    with in_step(profiler, 2):
+        overlapping(profiler, STEPS, UNITS)
+    [taken], [left_out] = journal(tmp_path)
+    assert {taken.stage, left_out.stage} == {"actor_update", "rollout_generate"}
+    assert f"torch records a process as a whole, and stage {taken.stage} was being recorded" in left_out.reason
+    assert len(said) == 1 and left_out.reason in said[0]
+    run_steps(profiler, range(2, 3))
+    assert len(journal(tmp_path)[0]) == 2, "the next stage is captured again"
+
+
+@pytest.mark.parametrize("in_threads", [True, False])
+def test_units_count_for_the_window_of_the_stage_of_their_task(tmp_path, in_threads):
+    actor = {Stage.ACTOR_UPDATE: Window(Unit.MICRO_BATCH, active=None)}
+    profiler, said = two_roles(tmp_path, "torch", actor=actor, rollout={})
+    if in_threads:
+        overlapping(profiler, STEPS | {Stage.ROLLOUT_GENERATE: 1}, UNITS)
+    else:
+        asyncio.run(in_tasks(profiler))
+    [file], failures = journal(tmp_path)
+    assert file.units == {"unit": "micro_batch", "first": 0, "count": 3, "of": 3} and not failures and not said
+
+
+async def in_tasks(profiler: ProcessProfiler) -> None:
+    """Run an update and a rollout as two tasks of one thread that take turns at each unit."""
+
+    async def run(stage: Stage, step: int) -> None:
+        with profiler.stage(stage, step):
+            for _ in range(UNITS[stage]):
+                do_unit(profiler, stage)
+                await asyncio.sleep(0)
+            assert profiler.at == (stage, step)
+
+    await asyncio.gather(run(Stage.ACTOR_UPDATE, 2), run(Stage.ROLLOUT_GENERATE, 1))
+
+
+def test_spans_of_two_stages_in_asyncio_tasks_nest_in_rows_of_their_own(tmp_path):
+    profiler, _ = make(tmp_path, steps=frozenset())
+    with profiler.spans.span("step", step=2):
+        asyncio.run(in_tasks(profiler))
+    profiler.spans.close()
+    events = [event for event in spans(tmp_path) if event["ph"] == "X"]
+    rows = {event["name"]: event["tid"] for event in events}
+    assert rows["step"] == 0 and len({rows["step"], rows["actor_update"], rows["rollout_generate"]}) == 3
+    assert rows["micro_batch"] == rows["actor_update"]
+    assert profiler.spans.step_timings(1).keys() == {"timing_s/rollout_generate"}
+
+
+def test_a_unit_in_a_thread_of_its_own_counts_for_the_only_stage_with_such_units(tmp_path):
+    profiler, _ = two_roles(tmp_path, f"{HERE}:Numbers")
+    with in_step(profiler, 2), profiler.stage(Stage.ROLLOUT_GENERATE, 2):
+        engine = threading.Thread(target=do_unit, args=(profiler, Stage.ROLLOUT_GENERATE))
+        engine.start()
+        engine.join()
+    assert [path.read_text() for path in files(tmp_path)] == ["1 0"]
 
 
 def test_every_tool_of_the_table_is_there_and_can_be_chosen():

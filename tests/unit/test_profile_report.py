@@ -1,9 +1,9 @@
-"""`pellucid profile`: planted bottlenecks are named, a healthy run is not accused, traces of all processes merge, runs compare."""
+"""`pellucid profile`: planted bottlenecks are named, a healthy run is not accused, traces of all processes merge."""
 
 import gzip
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +12,18 @@ from typer.testing import CliRunner
 
 from pellucid.cli.main import app
 from pellucid.errors import UserError
-from pellucid.profiler.manifest import Manifest, ProfileFile
-from pellucid.profiler.report import build_report
-from pellucid.profiler.report.compare import compare
-from pellucid.profiler.report.html import comparison_page, report_page
-from pellucid.profiler.report.merge import merge
-from pellucid.profiler.report.operators import capture_stats, clip, union
-from pellucid.profiler.report.ranks import Kind
-from pellucid.profiler.report.timeline import read_timeline
-from pellucid.profiler.report.trace import TraceError, TraceFile
-from pellucid.rundir import RunDir
+from pellucid.files.rundir import RunDir
+from pellucid.observe.manifest import Manifest, ProfileFile
+from pellucid.observe.report import build_report
+from pellucid.observe.report.kernel_table import capture_stats, clip
+from pellucid.observe.report.merge import merge
+from pellucid.observe.report.ranks import Kind
+from pellucid.observe.report.section_views import page as page_of
+from pellucid.observe.report.sections import report_document
+from pellucid.observe.report.steps import union
+from pellucid.observe.report.timeline import read_timeline
+from pellucid.observe.report.trace import TraceError, TraceFile
+from pellucid.observe.spans import FIRST_TASK_ROW
 
 HEALTHY = Plan()
 
@@ -147,15 +149,9 @@ def test_a_process_that_waits_for_a_core_does_not_stand_still(tmp_path):
         controller.span("actor_update", step, 0.9, cpu_s=0.4, step=step, queued_s=0.5)
         controller.span("step", step, 0.95, cpu_s=0.45, step=step, queued_s=0.5)
     controller.write()
-    [finding] = findings_of(tmp_path / "run")
-    assert finding.kind == "crowded" and finding.lost_s == pytest.approx(0.5)
-
-
-def test_a_slow_step_without_a_reason_is_a_spike(tmp_path):
-    plans = [HEALTHY] * 8
-    plans[4] = replace(HEALTHY, rollout_s=3.0)
-    [finding] = findings_of(write_run(tmp_path / "run", plans))
-    assert finding.kind == "spike" and finding.stage == "rollout_generate" and "step 5" in finding.sentence
+    assert not findings_of(tmp_path / "run")
+    [share] = report_of(tmp_path / "run").shares
+    assert share.queued_s == pytest.approx(0.5) and share.idle_s + share.waiting_s < 0.01
 
 
 @pytest.mark.parametrize(
@@ -191,6 +187,26 @@ def test_stage_times_are_means_without_the_warm_up(tmp_path):
     assert by_name["rollout_generate"].slowest == (2, pytest.approx(0.2575)), by_name["rollout_generate"].seconds
 
 
+def test_stages_that_overlap_have_their_own_times_and_leave_no_time_outside(tmp_path):
+    timeline = make_run(tmp_path / "run")
+    controller = Writer(timeline, "controller", "controller", 1)
+    for step in range(1, 5):
+        # The update of each step runs beside the rollout of the next one, which takes as long.
+        begin = 10.0 * step
+        controller.span("actor_update", begin, 8.0, cpu_s=8.0, step=step)
+        controller.span("rollout_generate", begin - 10.0, 8.0, cpu_s=8.0, lane=FIRST_TASK_ROW, step=step)
+        controller.span("weight_sync", begin + 8.0, 2.0, cpu_s=2.0, step=step)
+        controller.span("step", begin, 10.0, cpu_s=10.0, step=step)
+    controller.write()
+    report = report_of(tmp_path / "run")
+    times = {stage.stage: stage.mean_s for stage in report.stages}
+    assert times == pytest.approx({"rollout_generate": 8.0, "actor_update": 8.0, "weight_sync": 2.0, "outside stages": 0.0})
+    assert [leg.stage for leg in report.path] == ["rollout_generate", "actor_update", "weight_sync"]
+    assert "stages that overlap, 2" in {
+        event["args"]["name"] for event in merged_events(tmp_path / "run")[0] if event["name"] == "thread_name"
+    }
+
+
 def test_one_step_can_be_looked_at(tmp_path):
     run = write_run(tmp_path / "run", [HEALTHY] * 5)
     report = report_of(run, step=1)
@@ -223,7 +239,7 @@ def test_captured_steps_do_not_count_where_others_are_left(tmp_path):
     assert 3 not in report_of(run).chosen.numbers and not report_of(run).caveats
     report = report_of(run, step=3)
     assert report.chosen.numbers == (3,) and report.caveats == ["Captured, and slower for it: step 3."]
-    assert report.caveats[0] in report_page(report) and report.caveats[0] in command("report", run, "--step", 3)[1]
+    assert report.caveats[0] in page_of(report_document(report)) and report.caveats[0] in command("report", run, "--step", 3)[1]
 
 
 def test_warm_up_is_said_where_it_counts(tmp_path):
@@ -265,91 +281,16 @@ def write_with_writing(run: Path, *, writing_s: float) -> Path:
     return run
 
 
-def figures_of(report) -> dict:
-    """Return all that the tables of a report show of stages and processes."""
-    shares = [(share.process, share.stage, *(value for value in vars_of(share) if isinstance(value, float))) for share in report.shares]
-    return {
-        "stages": [(stage.stage, stage.mean_s, stage.share) for stage in report.stages],
-        "step": report.chosen.mean_s,
-        "shares": shares,
-        "path": [(leg.stage, leg.process, leg.start_s, leg.wall_s, leg.own_s, leg.units_s) for leg in report.path],
-        "findings": [(finding.kind, finding.where, finding.lost_s) for finding in report.verdict.findings],
-    }
-
-
-def vars_of(record) -> list:
-    return [getattr(record, field.name) for field in fields(record)]
-
-
-def assert_same(figures, expected):
-    if isinstance(expected, dict):
-        assert figures.keys() == expected.keys()
-        figures, expected = list(figures.values()), list(expected.values())
-    if isinstance(expected, list | tuple):
-        assert len(figures) == len(expected), (figures, expected)
-        for one, other in zip(figures, expected):
-            assert_same(one, other)
-    else:
-        assert figures == (pytest.approx(expected, abs=2e-5) if isinstance(expected, float) else expected)
-
-
-def test_the_only_step_is_shown_without_what_its_captures_took(tmp_path):
-    plain = report_of(write_with_writing(tmp_path / "plain", writing_s=0.0))
-    run = write_with_writing(tmp_path / "captured", writing_s=4.0)
-    report = report_of(run)
-    assert_same(figures_of(report), figures_of(plain))
-    assert report.chosen.mean_s == pytest.approx(3.0, abs=1e-5) and not report.verdict.findings
-    assert [round(stage.mean_s, 3) for stage in report.stages] == [1.0, 2.0, 0.0]
-    caveats = [
-        "Captured, and slower for it: step 1. What starting and writing captures took, 16.0 s, is left out of all figures.",
-        "First after a start, with its warm-up: step 1.",
-    ]
-    assert report.caveats == caveats
-    status, output = command("report", run)
-    assert status == 0 and all(caveat in output and caveat in report_page(report) for caveat in caveats)
-
-
-def write_ranks_with_writing(run: Path, *, rollout_s: tuple[float, float], writing_s: float, within: bool) -> Path:
-    """Write the one step of two ranks: they sample each for itself, then update for 2 s in lock step.
-
-    Rank 0 is captured, and needs `writing_s` to write each stage: at its end, or `within` it, as with a schedule.
-    """
-    timeline = make_run(run)
-    controller = Writer(timeline, "controller", "controller", 100)
-    ranks = [Writer(timeline, f"policy_rank_{rank}", f"policy rank {rank}", 101 + rank) for rank in (0, 1)]
-    inner = writing_s if within else 0.0
-    own = {"cpu_s": 0.9 * writing_s, "step": 1}
-    # Sampling: rank 0 writes in it or after it, the other one does not wait for that.
-    ranks[0].span("write_profile", 0.5 if within else rollout_s[0], writing_s, **own)
-    ranks[0].span("rollout_generate", 0, rollout_s[0] + inner, cpu_s=0.98 * rollout_s[0] + 0.9 * inner, step=1)
-    ranks[1].span("rollout_generate", 0, rollout_s[1], cpu_s=0.98 * rollout_s[1], step=1)
-    begin = max(rollout_s[0] + writing_s, rollout_s[1])
-    controller.span("rollout_generate", 0, begin, cpu_s=0.001, step=1)
-    # The update: rank 0 writes between its micro-batches or after them; in the former case rank 1 waits in its second one.
-    for number, writer in enumerate(ranks):
-        waits = inner if number == 1 else 0.0
-        writer.span("micro_batch", begin, 1.0, cpu_s=0.95, step=1, stage="actor_update")
-        writer.span("micro_batch", begin + 1.0 + inner - waits, 1.0 + waits, cpu_s=0.95, step=1, stage="actor_update")
-        writer.span("actor_update", begin, 2.0 + inner, cpu_s=1.9 + (0.9 * inner if number == 0 else 0.0), step=1)
-    ranks[0].span("write_profile", begin + (1.0 if within else 2.0), writing_s, **own)
-    end = begin + 2.0 + writing_s
-    controller.span("actor_update", begin, 2.0 + writing_s, cpu_s=0.001, step=1)
-    controller.span("advantage", end, 0.1, cpu_s=0.1, step=1)
-    controller.span("step", 0, end + 0.1, cpu_s=0.1, step=1)
-    for writer in (controller, *ranks):
-        writer.write()
-    return run
-
-
-@pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("rollout_s", [(1.0, 1.0), (1.0, 3.0), (3.0, 1.0)])
-def test_what_one_rank_writes_counts_for_none(tmp_path, rollout_s, within):
-    plain = report_of(write_ranks_with_writing(tmp_path / "plain", rollout_s=rollout_s, writing_s=0.0, within=within))
-    report = report_of(write_ranks_with_writing(tmp_path / "captured", rollout_s=rollout_s, writing_s=2.5, within=within))
-    assert_same(figures_of(report), figures_of(plain))
-    by_name = {stage.stage: stage.mean_s for stage in report.stages}
-    assert by_name["rollout_generate"] == pytest.approx(max(rollout_s), abs=1e-5)
-    assert by_name["actor_update"] == pytest.approx(2.0, abs=1e-5)
+def test_what_captures_of_the_only_step_took_is_a_row_of_its_own(tmp_path):
+    report = report_of(write_with_writing(tmp_path / "captured", writing_s=4.0))
+    assert report.chosen.numbers == report.chosen.captured == (1,) and not report.verdict.findings
+    rows = [(stage.stage, stage.mean_s) for stage in report.stages]
+    # The captures within a stage make it longer; two more lie between the stages.
+    expected = [("rollout_generate", 5.0), ("actor_update", 6.0), ("write_profile", 8.0), ("outside stages", 0.0)]
+    assert [name for name, _ in rows] == [name for name, _ in expected]
+    assert [took for _, took in rows] == pytest.approx([took for _, took in expected], abs=1e-4)
+    assert report.caveats[0] == "Captured, and slower for it: step 1."
+    assert "write_profile" in page_of(report_document(report))
 
 
 # Files as they are found
@@ -489,7 +430,7 @@ def test_a_trace_gives_operators_communication_gaps_and_memory(tmp_path):
 
 
 def test_a_trace_is_read_across_its_chunks_and_a_torn_one_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("pellucid.profiler.report.trace._CHUNK_CHARS", 37)
+    monkeypatch.setattr("pellucid.observe.report.trace._CHUNK_CHARS", 37)
     path = write_trace(tmp_path / "trace.json", CPU_EVENTS)
     assert list(TraceFile.open(path).events()) == CPU_EVENTS
     path.write_text(path.read_text()[:-200])
@@ -521,24 +462,6 @@ def with_captures(run: Path, **events_of_rank) -> Path:
         files.append(captured_file(f"{name}.json.gz", rank))
     Manifest(files=files, profiled=[2]).write(run / "profile")
     return run
-
-
-def test_a_host_that_sleeps_shows_in_its_capture(tmp_path):
-    run = with_captures(write_run(tmp_path / "run", [HEALTHY] * 5), rank1=CPU_EVENTS)
-    [finding] = findings_of(run)
-    assert finding.kind == "host" and finding.where == "policy rank 1" and "4.2 ms" in finding.sentence
-
-
-def test_communication_is_blamed_only_where_every_rank_waits_in_it(tmp_path):
-    waits = [STAGE, operator("aten::mm", 0, 1000), operator("gloo:all_reduce", 1000, 9000, tid=8, cat="user_annotation")]
-    works = [STAGE, operator("aten::mm", 0, 9000), operator("gloo:all_reduce", 9000, 1000, tid=8, cat="user_annotation")]
-    assert not findings_of(with_captures(write_run(tmp_path / "one", [HEALTHY] * 5), rank0=waits, rank1=works))
-    [finding] = findings_of(with_captures(write_run(tmp_path / "all", [HEALTHY] * 5), rank0=waits, rank1=waits))
-    assert finding.kind == "communication" and "90%" in finding.sentence
-    run = with_captures(write_run(tmp_path / "twice", [HEALTHY] * 5), rank0=waits, rank1=waits)
-    twice = [captured_file("rank0.json.gz", 0), captured_file("rank1.json.gz", 0, call=2)]
-    Manifest(files=twice, profiled=[2]).write(run / "profile")
-    assert not findings_of(run), "two captures of one rank say nothing of others"
 
 
 def gpu_events() -> list:
@@ -573,7 +496,7 @@ def test_runs_of_a_stage_within_a_step_are_analysed_each(tmp_path):
     Manifest(files=files, profiled=[2]).write(run / "profile")
     report = report_of(run)
     assert len(report.devices) == 2 and len(report.kernels) == 2
-    assert "actor_update, run 2" in report_page(report)
+    assert "actor_update, run 2" in page_of(report_document(report))
 
 
 def test_without_holistic_trace_analysis_the_report_says_what_to_install(tmp_path, monkeypatch):
@@ -642,43 +565,6 @@ def test_merged_processes_and_rows_are_apart(tmp_path):
     assert 0 not in {row for _, row in rows}
 
 
-def overlapping(events: list) -> list:
-    """Return the spans that begin within another one of their row and end after it."""
-    found = []
-    open_: dict[int, list[float]] = {}
-    spans = [event for event in events if event["ph"] == "X"]
-    for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
-        ends = open_.setdefault(event["tid"], [])
-        while ends and ends[-1] <= event["ts"] + 1e-6:
-            ends.pop()
-        if ends and event["ts"] + event["dur"] > ends[-1] + 1e-6:
-            found.append(event)
-        ends.append(event["ts"] + event["dur"])
-    return found
-
-
-def test_merged_spans_nest_though_two_clocks_measured_them(tmp_path):
-    timeline = make_run(tmp_path / "run")
-    controller = Writer(timeline, "controller", "controller", 1)
-    # In the order in which they end. Ends are off by 2 µs: the first micro-batch reaches into the second, and that out of its stage.
-    for name, at_us, dur_us in (("micro_batch", 10, 92), ("micro_batch", 100, 102), ("actor_update", 0, 200), ("weight_sync", 199, 50),
-                                ("step", 0, 249), ("step", 248, 100)):  # fmt: skip
-        controller.span(name, at_us / 1e6, dur_us / 1e6, step=1)
-    controller.write()
-    events, _ = merged_events(tmp_path / "run")
-    assert not overlapping(events)
-    spans = [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
-    assert spans == [(10, 92), (102, 100), (0, 202), (202, 47), (0, 249), (249, 99)]
-
-
-def test_arrows_lead_from_the_controllers_stage_to_the_ranks(tmp_path):
-    events, names = merged_events(write_run(tmp_path / "run", [HEALTHY]))
-    ends = {event["id"]: (names[event["pid"]], event["ts"]) for event in events if event["ph"] == "f"}
-    begins = {event["id"]: (names[event["pid"]], event["ts"]) for event in events if event["ph"] == "s"}
-    assert len(ends) == 4 and ends.keys() == begins.keys()  # two stages on two ranks
-    assert all(begins[arrow][0] == "controller on one" and begins[arrow][1] <= ends[arrow][1] for arrow in ends)
-
-
 def test_captured_operators_are_merged_below_their_process(tmp_path):
     run = write_run(tmp_path / "run", [HEALTHY] * 2, behind_us=1_000_000.0)
     flow = [{"name": "fwdbwd", "cat": "fwdbwd", "ph": kind, "id": 1, "ts": 1600, "pid": 101, "tid": 7} for kind in "sf"]
@@ -705,41 +591,6 @@ def test_merging_goes_on_without_a_capture_that_is_torn_or_of_nobody(tmp_path):
     assert json.loads((run / "out.json").read_text())["traceEvents"]
 
 
-# Two runs
-
-
-def test_what_got_slower_comes_first_and_noise_is_told_apart(tmp_path):
-    before = report_of(write_run(tmp_path / "before", [HEALTHY] * 8))
-    after = report_of(write_run(tmp_path / "after", [replace(HEALTHY, work_s=(0.15, 0.15), rollout_s=0.252)] * 8))
-    comparison = compare(before, after)
-    by_name = {row.name: row for row in comparison.stages}
-    assert comparison.headline.startswith("B is slower") and "actor_update" in comparison.headline
-    assert comparison.stages[1].name == "actor_update" and by_name["actor_update"].judgement == "slower"
-    assert by_name["actor_update"].ratio == pytest.approx(1.5, rel=0.03)
-    assert by_name["rollout_generate"].judgement == "within noise"
-    assert [row.name for row in comparison.failures(1.1)] == ["step", "actor_update"]
-    assert [row.name for row in comparison.failures(1.3)] == ["actor_update"] and not comparison.failures(2.0)
-    assert compare(after, before).headline.startswith("B is faster") and not compare(after, before).failures(1.01)
-    assert compare(before, before).headline.startswith("No clear difference")
-
-
-def test_a_comparison_of_few_steps_judges_nothing(tmp_path):
-    a = report_of(write_run(tmp_path / "a", [HEALTHY] * 2))
-    b = report_of(write_run(tmp_path / "b", [replace(HEALTHY, sync_s=1.0)] * 2))
-    assert compare(a, b).headline.startswith("Too few steps") and not compare(a, b).failures(1.1)
-
-
-def test_operators_of_the_same_stage_are_compared(tmp_path):
-    slower = [event | {"dur": 2500} if event["name"] == "aten::addmm" else event for event in CPU_EVENTS]
-    a = report_of(with_captures(write_run(tmp_path / "a", [HEALTHY] * 5), rank1=CPU_EVENTS))
-    b = report_of(with_captures(write_run(tmp_path / "b", [HEALTHY] * 5), rank1=slower))
-    rows = {(row.name, row.what): row for row in compare(a, b).operators}
-    changed = rows["aten::addmm", "actor_update"]
-    assert changed.lost_s == pytest.approx(0.0005) and changed.ratio == pytest.approx(1.25)
-    # Its caller has as much less to itself.
-    assert rows["aten::linear", "actor_update"].lost_s == pytest.approx(-0.0005)
-
-
 # The commands
 
 
@@ -756,25 +607,21 @@ def test_the_report_command_prints_the_verdict_and_writes_a_page(tmp_path):
     status, output = command("report", run)
     assert status == 0 and "The reward function is slow" in output and "Critical path" in output and "aten::addmm" in output
     page = (run / "timeline" / "report.html").read_text()
-    assert page.index("The reward function is slow") < page.index("Where a step") and "http" not in page.replace("http://www.w3.org", "")
+    assert page.index("The reward function is slow") < page.index("Where a step") and "http" not in page
 
 
 def test_pages_say_what_the_reports_say_and_quote_names(tmp_path):
     run = write_run(tmp_path / "a<b>", [HEALTHY] * 5)
     report = report_of(run)
-    assert "a&lt;b&gt;" in report_page(report) and "a<b>" not in report_page(report)
-    assert report.verdict.headline in report_page(report)
-    assert "No clear difference" in comparison_page(compare(report, report))
+    assert "a&lt;b&gt;" in page_of(report_document(report)) and "a<b>" not in page_of(report_document(report))
+    assert report.verdict.headline in page_of(report_document(report))
 
 
-def test_the_merge_and_diff_commands(tmp_path):
-    a, b = write_run(tmp_path / "a", [HEALTHY] * 5), write_run(tmp_path / "b", [replace(HEALTHY, sync_s=0.5)] * 5)
+def test_the_merge_command(tmp_path):
+    a = write_run(tmp_path / "a", [HEALTHY] * 5)
     status, output = command("merge", a)
     assert status == 0 and "3 processes" in output and (a / "timeline" / "merged.json.gz").exists()
     assert command("report", a)[0] == 0, "the merged trace is no part of the timeline"
-    status, output = command("diff", a, b, "--html", tmp_path / "diff.html")
-    assert status == 0 and "weight_sync lost most" in output and (tmp_path / "diff.html").exists()
-    assert command("diff", a, b, "--fail-above", "1.1")[0] == 1 and command("diff", b, a, "--fail-above", "1.1")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -795,6 +642,6 @@ def test_mistakes_are_said(tmp_path, monkeypatch, words, says):
 
 
 def test_help_teaches_by_example():
-    for name in ("report", "merge", "diff", "analyse"):
+    for name in ("report", "merge", "analyse"):
         status, output = command(name, "--help")
         assert status == 0 and f"pellucid profile {name} outputs/" in output

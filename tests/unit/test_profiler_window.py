@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerAction, schedule
 
-from pellucid.profiler.window import Phase, Window
+from pellucid.observe.window import Phase, Window
 from pellucid.stages import Unit
 
 small = st.integers(0, 4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pellucid.errors import UserError
 from pellucid.reward import make_scorer
 from pellucid.tasks import get_task
-from pellucid.types import Prompt, RewardFailure, Rollout
+from pellucid.types import Prompt, RewardFailure, Rollout, Score
 
 REWARD = """
 import os, sys, time
@@ -61,7 +61,7 @@ constant = 3
 
 def make_rollout(text, sample=0, task="mine", answer=5, **extra):
     prompt = Prompt(uid=f"{task}:train:0", token_ids=[1], text="p", task=task, answer=answer, extra=extra)
-    return Rollout(prompt, sample, token_ids=[1], logprobs=[0.0], versions=[0], finish_reason="stop", text=text)
+    return Rollout.single_turn(prompt, sample, [1], [0.0], [0], "stop", text)
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +78,24 @@ def scorer(reward_file):
         yield scorer
 
 
+@pytest.mark.processes
 def test_rewards_land_on_their_rollouts(scorer):
     rollouts = [make_rollout("x" * (i % 7)) for i in range(60)]
     done = []
-    stats = scorer.score(rollouts, on_done=done.append)
-    assert [rollout.reward for rollout in rollouts] == [i % 7 for i in range(60)]
-    assert all(rollout.failure is None for rollout in rollouts)
-    assert sorted(map(id, done)) == sorted(map(id, rollouts))
+    calls = []
+    scores, stats = scorer.score(rollouts, lambda: done.append(1), lambda *call: calls.append(call))
+    assert scores == [Score(float(i % 7)) for i in range(60)]
+    assert len(done) == 60
+    assert sorted(id(call[0]) for call in calls) == sorted(map(id, rollouts)) and all(call[-1] for call in calls)
     assert (stats.num_failures, stats.num_timeouts, stats.num_retries) == (0, 0, 0)
     assert 0 < stats.slowest_s <= stats.time_s
 
 
+@pytest.mark.processes
 def test_the_function_sees_verls_arguments_and_may_return_parts(scorer):
     echo, parts = make_rollout("echo", sample=3, level=2), make_rollout("parts")
-    scorer.score([echo, parts])
-    assert (echo.reward, echo.reward_parts) == (1.0, {"seen": 1.0})
-    assert (parts.reward, parts.reward_parts) == (2.0, {"acc": 1.0, "length": 0.5})
+    scores, _ = scorer.score([echo, parts])
+    assert scores == [Score(1.0, {"seen": 1.0}), Score(2.0, {"acc": 1.0, "length": 0.5})]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +112,9 @@ def test_the_function_sees_verls_arguments_and_may_return_parts(scorer):
         ("bad score", "wrong_type", "\"score\": 'high' of type str"),
     ],
 )
+@pytest.mark.processes
 def test_a_failing_call_is_repeated_once_then_typed_and_its_neighbours_score(scorer, text, kind, message):
-    bad, good = make_rollout(text), make_rollout("abc")
-    bad.reward = 7.0
-    stats = scorer.score([bad, good])
+    (bad, good), stats = scorer.score([make_rollout(text), make_rollout("abc")])
     assert bad.failure is not None
     assert bad.failure.kind == kind
     assert message in bad.failure.message
@@ -122,12 +123,16 @@ def test_a_failing_call_is_repeated_once_then_typed_and_its_neighbours_score(sco
     assert (stats.num_failures, stats.num_retries, stats.num_timeouts) == (1, 1, 0)
 
 
+def test_a_failing_call_names_the_place_in_the_users_file(scorer, reward_file):
+    [score, _], _ = scorer.score([make_rollout("raise"), make_rollout("abc")])
+    line = next(number for number, text in enumerate(REWARD.splitlines(), 1) if "raise Awkward" in text)
+    assert score.failure.message.endswith(f"Awkward: a-b, line {line} of {reward_file}")
+
+
+@pytest.mark.processes
 def test_a_hung_call_is_killed_twice_and_the_pool_lives_on(scorer, tmp_path):
     pids = tmp_path / "pids"
-    bad, good = make_rollout("hang", pids=str(pids)), make_rollout("abc")
-    start = time.monotonic()
-    stats = scorer.score([bad, good])
-    assert time.monotonic() - start < 20
+    (bad, good), stats = scorer.score([make_rollout("hang", pids=str(pids)), make_rollout("abc")])  # it sleeps 600 s
     assert bad.failure == RewardFailure("timeout", "the call took longer than 1 s and was killed.")
     assert good.reward == 3.0
     assert (stats.num_failures, stats.num_retries, stats.num_timeouts) == (1, 1, 2)
@@ -136,18 +141,17 @@ def test_a_hung_call_is_killed_twice_and_the_pool_lives_on(scorer, tmp_path):
     assert first != second
     assert not psutil.pid_exists(int(first))
     assert not psutil.pid_exists(int(second))
-    again = make_rollout("abcd")
-    scorer.score([again])
-    assert again.reward == 4.0
+    assert scorer.score([make_rollout("abcd")])[0] == [Score(4.0)]
 
 
+@pytest.mark.processes
 def test_a_call_that_works_the_second_time_scores(scorer, tmp_path):
-    rollout = make_rollout("flaky", marker=str(tmp_path / "marker"))
-    stats = scorer.score([rollout])
-    assert (rollout.reward, rollout.failure) == (0.25, None)
+    scores, stats = scorer.score([make_rollout("flaky", marker=str(tmp_path / "marker"))])
+    assert scores == [Score(0.25)]
     assert (stats.num_retries, stats.num_failures) == (1, 0)
 
 
+@pytest.mark.processes
 def test_a_batch_in_which_everything_fails_is_a_broken_function(scorer, reward_file):
     with pytest.raises(
         UserError, match=r"all 2 calls of the batch failed; the first: .*returned None of type NoneType"
@@ -158,13 +162,14 @@ def test_a_batch_in_which_everything_fails_is_a_broken_function(scorer, reward_f
         pytest.raises(UserError, match="raised KeyError: 'nothing works'"),
     ):
         broken.score([make_rollout("a")])
-    assert scorer.score([]).num_failures == 0
+    assert scorer.score([])[1].num_failures == 0
 
 
+@pytest.mark.processes
 def test_closing_stops_busy_workers(reward_file, tmp_path):
     pids = tmp_path / "pids"
 
-    def interrupt(_):
+    def interrupt():
         while not (pids.exists() and pids.read_text()):
             time.sleep(0.01)
         raise KeyboardInterrupt
@@ -201,14 +206,14 @@ def test_a_missing_file_and_impossible_numbers_are_refused_at_construction(rewar
             make_scorer(reward_file, "compute_score", workers, timeout)
 
 
+@pytest.mark.processes
 def test_a_relative_path_and_keyword_only_arguments_work(reward_file, monkeypatch):
     folder, _, name = reward_file.rpartition("/")
     monkeypatch.chdir(folder)
-    rollout = make_rollout("a")
     with make_scorer(name, "keywords", 1, 5.0) as scorer:
         monkeypatch.chdir("/")
-        scorer.score([rollout])
-    assert rollout.reward == 1.0
+        scores, _ = scorer.score([make_rollout("a")])
+    assert scores == [Score(1.0)]
 
 
 @settings(deadline=None)
@@ -216,15 +221,15 @@ def test_a_relative_path_and_keyword_only_arguments_work(reward_file, monkeypatc
 def test_inline_verifiers_need_no_process(kinds):
     rollouts = [make_rollout("5" if right else "6", task="arithmetic", answer="5") for right in kinds]
     with make_scorer(None, "compute_score", 2, 1.0) as scorer:
-        scorer.score(rollouts)
+        scores, _ = scorer.score(rollouts)
         assert scorer._pool is None
-    assert [rollout.reward for rollout in rollouts] == [float(right) for right in kinds]
+    assert [score.reward for score in scores] == [float(right) for right in kinds]
 
 
 def test_a_row_without_an_answer_fails_and_is_not_scored_zero():
-    good, bad = make_rollout("#### 5", task="gsm8k", answer="5"), make_rollout("5", task="openai/gsm8k", answer=None)
+    rollouts = [make_rollout("#### 5", task="gsm8k", answer="5"), make_rollout("5", task="openai/gsm8k", answer=None)]
     with make_scorer(None, "compute_score", 1, 1.0) as scorer:
-        stats = scorer.score([good, bad])
+        (good, bad), stats = scorer.score(rollouts)
     assert good.reward == 1.0
     assert bad.reward is None
     assert bad.failure is not None
@@ -241,15 +246,16 @@ def test_a_data_source_without_verifier_asks_for_a_function():
     assert caught.value.field == "reward_model.custom_reward_function.path"
 
 
+@pytest.mark.processes
 def test_reasoning_gym_scores_in_a_worker():
     pytest.importorskip("reasoning_gym")
     row = get_task("reasoning_gym:leg_counting").rows("train", size=1)[0]
     extra = {"question": row["question"], "metadata": row["metadata"]}
-    right, wrong = (
+    rollouts = [
         make_rollout(text, task=row["data_source"], answer=row["answer"], **extra) for text in (row["answer"], "?")
-    )
+    ]
     with make_scorer(None, "compute_score", 1, 60.0) as scorer:
-        scorer.score([right, wrong])
+        (right, wrong), _ = scorer.score(rollouts)
         assert scorer._pool is not None
     assert right.reward == 1.0
     assert wrong.reward is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.errors import UserError
-from pellucid.rundir import RunDir, atomic_open, atomic_write, git_state
+from pellucid.files.rundir import RunDir, atomic_open, atomic_write, git_state
 
 
 def test_layout(tmp_path):
@@ -48,7 +48,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-HOLD = "import sys, time; from pellucid.rundir import RunDir\n" \
+HOLD = "import sys, time; from pellucid.files.rundir import RunDir\n" \
        "with RunDir.create(sys.argv[1]).lock(): print('held', flush=True); time.sleep(60)"
 
 
@@ -59,6 +59,7 @@ def hold(path: Path) -> subprocess.Popen[bytes]:
     return child
 
 
+@pytest.mark.processes
 def test_lock_names_the_holder_and_dies_with_it(tmp_path):
     child = hold(tmp_path)
     try:
@@ -70,6 +71,28 @@ def test_lock_names_the_holder_and_dies_with_it(tmp_path):
     with RunDir(tmp_path).lock():
         assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} on ")
     hold(tmp_path).kill()
+
+
+WRITE = "import sys, time; from pathlib import Path; from pellucid.files.rundir import atomic_open\n" \
+        "with atomic_open(Path(sys.argv[1])) as file: file.write(b'half'); print('open', flush=True); time.sleep(60)"
+
+
+@pytest.mark.processes
+def test_what_a_killed_process_was_writing_is_cleared_at_the_next_start(tmp_path):
+    command = [sys.executable, "-c", WRITE, str(tmp_path / "profile" / "manifest.json")]
+    writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    for writer in writers:
+        assert writer.stdout and writer.stdout.readline() == b"open\n"
+    killed, live = writers
+    killed.kill()
+    killed.wait()
+    assert len(list(tmp_path.rglob("*.tmp-*"))) == 2
+    try:
+        with RunDir(tmp_path).lock():
+            assert [path.name for path in tmp_path.rglob("*.tmp-*")] == [f"manifest.json.tmp-{live.pid}"]
+    finally:
+        live.kill()
+        live.wait()
 
 
 def test_record_of_starts(tmp_path):
@@ -108,8 +131,9 @@ def test_git_state(tmp_path):
     assert git_state(tmp_path) == state | {"dirty": True}
 
 
+@pytest.mark.processes
 def test_imports_without_torch():
-    modules = ("rundir", "rollout_dump", "checkpoint_store", "cli.rollouts",
-               "metrics.table", "metrics.trackers", "metrics.console", "metrics.plots")
+    modules = ("files.rundir", "files.rollout_dump", "files.checkpoint_store", "cli.rollouts",
+               "metrics.definitions", "metrics.trackers", "metrics.display", "metrics.plots")
     code = "".join(f"import pellucid.{name}\n" for name in modules) + "import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,23 +2,28 @@
 
 import math
 import pickle
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.errors import NonFiniteError
 from pellucid.precision.finding import LOSS, Finding
-from pellucid.precision.sentinel import Flags
+from pellucid.precision.locate import with_loss_input
+from pellucid.precision.sentinel import Flags, Sentinel
 from pellucid.roles.mini_batches import update_each
 from pellucid.rollout.native import NativeRolloutEngine
-from pellucid.rollout.protocol import SamplingParams
+from pellucid.rollout.requests import SamplingParams
+from pellucid.stages import NO_PROBE, Stage
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.models import BUILTIN_FOLDER, enable_gradient_checkpointing, init_model, load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, sequences_of
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
-from pellucid.training.protocol import NonFiniteError
-from pellucid.types import Batch, Prompt, Rollout
+from pellucid.types import Prompt, Rollout, Samples, Score, TrainBatch
 
 CPU = torch.device("cpu")
 HEAD = LogProbHead(1.0)
@@ -57,36 +62,81 @@ def sequences() -> list[TokenSequence]:
     return found
 
 
-def engine(*, on: bool = True, packed: bool = True, dtype: torch.dtype = torch.float32) -> FsdpEngine:
+class Watched:
+    """An engine and the sentinel that watches it; without one where it is off."""
+
+    def __init__(self, engine, sentinel: Sentinel | None, stage: Stage) -> None:
+        self.engine, self.sentinel, self.stage = engine, sentinel, stage
+
+    def __getattr__(self, name: str):
+        return getattr(self.engine, name)
+
+    def run(self, action):
+        """Return what `action` does as a stage that is watched."""
+        if self.sentinel is None:
+            return action()
+        with self.sentinel.watch(self.stage):
+            return action()
+
+    def finding(self, action) -> Finding | None:
+        """Return what repeating `action` tells of its failure."""
+        assert self.sentinel is not None
+        self.sentinel.locate(self.stage)
+        with suppress(NonFiniteError):
+            self.run(action)
+        return self.sentinel.take_finding()
+
+
+def engine(*, on: bool = True, packed: bool = True, dtype: torch.dtype = torch.float32) -> Watched:
     """A tiny model that needs two micro-batches for `sequences()`; the poisoned one is in the second."""
     model = tiny_model()
     optimizer = ScheduledAdamW(dict(model.named_parameters()), Schedule(1e-3, 0, 10), 0.0, (0.9, 0.999), 1.0)
     cut = MicroBatching(24, None, packed)
-    return FsdpEngine(model, optimizer, cut, device=CPU, dtype=dtype, nan_sentinel=on)
+    sentinel = Sentinel() if on else None
+    made = FsdpEngine(model, optimizer, cut, device=CPU, dtype=dtype, probe=sentinel or NO_PROBE)
+    if sentinel is not None:
+        sentinel.modules_of = lambda stage: made.modules if stage is Stage.ACTOR_UPDATE else ()
+    return Watched(made, sentinel, Stage.ACTOR_UPDATE)
 
 
 def loss(rows, scores):
     return -scores.logp.sum()
 
 
-def failure(action) -> NonFiniteError:
+class Action:
+    """Something that a watched engine does."""
+
+    def __init__(self, watched: Watched, call) -> None:
+        self.watched, self.call = watched, call
+
+    def __call__(self):
+        return self.watched.run(self.call)
+
+
+def failure(action: Action) -> NonFiniteError:
     with pytest.raises(NonFiniteError) as caught:
         action()
     return caught.value
 
 
-def found(action) -> Finding:
-    finding = failure(action).finding
+def repeated(action: Action) -> Finding:
+    """Return where an action that has failed went wrong, by a repetition."""
+    finding = action.watched.finding(action.call)
     assert finding is not None
     return finding
 
 
-def forward(engine, head=HEAD):
-    return lambda: engine.forward(sequences(), head)
+def found(action: Action) -> Finding:
+    failure(action)
+    return repeated(action)
 
 
-def update(engine, loss=loss):
-    return lambda: engine.train_mini_batch(sequences(), HEAD, loss)
+def forward(engine, head=HEAD) -> Action:
+    return Action(engine, lambda: engine.forward(sequences(), head))
+
+
+def update(engine, loss=loss) -> Action:
+    return Action(engine, lambda: engine.train_mini_batch(sequences(), HEAD, loss))
 
 
 def poison_outputs(engine, module, value: float = math.nan) -> None:
@@ -128,7 +178,7 @@ def packed(request) -> bool:
 
 def test_a_sound_model_gives_the_same_results_with_the_sentinel_on():
     with_it, without = engine(), engine(on=False)
-    assert torch.equal(with_it.forward(sequences(), HEAD).logp, without.forward(sequences(), HEAD).logp)
+    assert torch.equal(forward(with_it)().logp, forward(without)().logp)
     assert update(with_it)().grad_norm == update(without)().grad_norm
     assert all(torch.equal(a, b) for a, b in zip(with_it.model.parameters(), without.model.parameters()))
     hooks = [module for module in with_it.model.modules() if module._forward_hooks or module._forward_pre_hooks]
@@ -150,13 +200,14 @@ def test_one_bad_token_is_named_by_sample_position_and_id(packed):
     one = engine(packed=packed)
     poison_outputs(one, one.model.model.layers[0].mlp)
     error = failure(forward(one))
-    finding = error.finding
+    finding = repeated(forward(one))
     assert (finding.place, finding.kind, finding.what) == ("model.layers.0.mlp", "LlamaMLP", "NaN")
     [tokens] = finding.tokens
     assert (tokens.sample, tokens.part) == (POISONED, "response")
     assert (tokens.positions, tokens.token_ids, tokens.count) == ((POSITION,), (POISON,), 1)
-    assert finding.index == 2 and error.rows == [3], "its own log-probs alone are spoilt"
-    text = str(error)
+    assert finding.index == 2
+    error.origin = text = finding.sentence()
+    assert text.removesuffix(".") in str(error)
     assert "NaN first in model.layers.0.mlp (LlamaMLP), forward, micro-batch 2 of" in text
     assert f"sample 'q1 sample 1', response token {POSITION} (id {POISON})" in text
 
@@ -208,12 +259,22 @@ def test_the_head_is_named(kind):
     assert (finding.tokens[0].sample, finding.tokens[0].positions[0]) == ("q0 sample 0", 4), "the first token of a response"
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_given_tokens_are_passed_over_where_the_head_is_named(packed):
+    one = engine(packed=packed)
+    with torch.no_grad():
+        one.model.lm_head.weight[0, 0] = math.nan
+    partly = [replace(s, sampled=[t not in (0, 2) for t in range(len(s.response_ids))]) for s in sequences()]
+    [first, *_] = found(Action(one, lambda: one.forward(partly, HEAD))).tokens
+    assert (first.sample, first.positions[:2]) == ("q0 sample 0", (4 + 1, 4 + 3))
+
+
 def test_values_whose_sum_alone_overflows_are_no_failure():
     one = engine()
     layer = one.model.model.layers[0]
     layer.mlp.act_fn.forward = lambda x: torch.full_like(x, 1e37)
     layer.mlp.down_proj.forward = lambda x: torch.zeros(*x.shape[:2], 32)
-    assert torch.isfinite(one.forward(sequences(), HEAD).logp).all()
+    assert torch.isfinite(forward(one)().logp).all()
     assert math.isfinite(update(one)().grad_norm)
 
 
@@ -246,9 +307,11 @@ def test_bfloat16_and_recomputed_layers():
 
 def test_a_loss_that_overflows_is_named_with_the_operator():
     one = engine()
-    error = failure(update(one, lambda rows, scores: (scores.logp * -100).exp().sum()))
-    assert error.quantity == "loss" and (error.finding.place, error.finding.operator) == (LOSS, "aten.exp")
-    assert error.finding.tokens and error.finding.tokens[0].part == "response"
+    overflowing = update(one, lambda rows, scores: (scores.logp * -100).exp().sum())
+    assert failure(overflowing).quantity == "loss"
+    finding = repeated(overflowing)
+    assert (finding.place, finding.operator) == (LOSS, "aten.exp")
+    assert finding.tokens and finding.tokens[0].part == "response"
 
 
 def test_a_gradient_of_the_loss_is_named():
@@ -265,9 +328,8 @@ def test_a_gradient_in_a_module_is_named(checkpointing):
     plain = mlp.forward
     mlp.forward = lambda x: plain(BadGradient.apply(x, 5))
     before = [parameter.clone() for parameter in one.model.parameters()]
-    error = failure(update(one))
-    finding = error.finding
-    assert error.quantity == "grad_norm"
+    assert failure(update(one)).quantity == "grad_norm"
+    finding = repeated(update(one))
     assert (finding.place, finding.direction) == ("model.layers.0.mlp", "backward")
     assert (finding.operator, finding.cause) == ("BadGradientBackward", "the gradient that came in is finite")
     [tokens] = finding.tokens
@@ -286,8 +348,8 @@ def test_a_bad_value_that_no_loss_reads_stops_the_update():
     plain = mlp.forward
     mlp.forward = lambda x: torch.where((torch.arange(x.shape[1]) == 0)[:, None], math.inf, plain(x))
     assert torch.isfinite(engine(on=False).forward(sequences(), HEAD).logp).all(), "the first prompt token predicts nothing"
-    error = failure(update(one))
-    assert (error.quantity, error.finding.place, error.finding.tokens[0].positions) == ("the output of a module", "model.layers.1.mlp", (0,))
+    error, finding = failure(update(one)), repeated(update(one))
+    assert (error.quantity, finding.place, finding.tokens[0].positions) == ("the output of a module", "model.layers.1.mlp", (0,))
     assert one.version == 0 and one.optimizer.num_steps == 0
 
 
@@ -302,7 +364,7 @@ def test_weights_that_a_step_spoils_are_named_with_their_state(state):
     else:
         one.optimizer.adamw.state[parameter][state][2, 3] = math.nan
     error = failure(update(one))
-    finding = error.finding
+    finding = one.sentinel.take_finding()
     assert error.quantity == "norm of the updated weights" and finding.direction == "optimizer"
     if state is None:
         assert "learning rate was inf" in finding.cause and "state is finite" in finding.cause
@@ -313,11 +375,10 @@ def test_weights_that_a_step_spoils_are_named_with_their_state(state):
 
 def test_the_input_that_spoils_a_loss_is_named():
     prompt = Prompt("q0", [5, 6], "", task="t")
-    batch = Batch.from_rollouts(
-        [Rollout(prompt, k, [7, 8, 9, 10], [-1.0] * 4, [0] * 4, "length", reward=1.0) for k in range(3)]
-    )
-    batch.advantages = torch.ones(3, 4)
-    batch.advantages[2, 1] = math.nan
+    rollouts = [Rollout.single_turn(prompt, k, [7, 8, 9, 10], [-1.0] * 4, [0] * 4, "length") for k in range(3)]
+    samples, advantages = Samples.pad(rollouts, [Score(1.0)] * 3), torch.ones(3, 4)
+    advantages[2, 1] = math.nan
+    batch = TrainBatch(**vars(samples), advantages=advantages, returns=torch.ones(3, 4), loss_mask=samples.mask)
     one = engine()
 
     def step(part):
@@ -327,10 +388,12 @@ def test_the_input_that_spoils_a_loss_is_named():
         )
         return {}
 
-    error = failure(lambda: update_each(iter([[0], [1, 2]]), step, "actor", batch))
+    spoilt = Action(one, lambda: update_each(iter([[0], [1, 2]]), step, "actor"))
+    error = failure(spoilt)
     assert error.quantity == "actor/loss" and error.rows == [1, 2]
     assert (error.mini_batch.rows, error.mini_batch.number) == ([1, 2], 1)
-    finding = error.finding
+    chosen = batch.select([1, 2])
+    finding = with_loss_input(repeated(Action(one, lambda: step(error.mini_batch))), chosen.tensors(), chosen.rollouts)
     assert (finding.place, finding.cause) == (LOSS, "the head's results are finite, the batch's advantages are not")
     [tokens] = finding.tokens
     assert (tokens.sample, tokens.positions, tokens.token_ids) == ("q0 sample 2", (3,), (8,))
@@ -344,36 +407,37 @@ def tokenizer():
     return load_tokenizer(str(BUILTIN_FOLDER))
 
 
-def rollout_engine(tokenizer, *, on: bool = True) -> NativeRolloutEngine:
-    return NativeRolloutEngine(
-        engine(on=False), tokenizer, [1], max_num_seqs=4, max_num_batched_tokens=64, seed=3, nan_sentinel=on
+def rollout_engine(tokenizer, *, on: bool = True) -> Watched:
+    sentinel = Sentinel() if on else None
+    made = NativeRolloutEngine(
+        engine(on=False).engine, tokenizer, [1], max_num_seqs=4, max_num_batched_tokens=64, seed=3, probe=sentinel or NO_PROBE
     )
+    if sentinel is not None:
+        sentinel.modules_of = lambda stage: made.modules
+    return Watched(made, sentinel, Stage.ROLLOUT_GENERATE)
 
 
 PROMPTS = [Prompt(f"p{index}", [5 + index, 6, 7], "", task="t") for index in range(3)]
 
 
-def sample(engine, on_done=None):
-    return engine.generate(PROMPTS, PARAMS, stream=("rollout", 1), on_done=on_done)
+def sample(engine, params=PARAMS) -> Action:
+    return Action(engine, lambda: sample_rollouts(engine.engine, PROMPTS, params, stream=("rollout", 1)))
 
 
 def test_a_decoding_step_is_named(tokenizer):
-    plain = sample(rollout_engine(tokenizer, on=False))
+    plain = sample(rollout_engine(tokenizer, on=False))()
     one = rollout_engine(tokenizer)
-    assert [rollout.token_ids for rollout in sample(one)] == [rollout.token_ids for rollout in plain]
+    assert [rollout.token_ids for rollout in sample(one)()] == [rollout.token_ids for rollout in plain]
     drawn = plain[1].token_ids
     seen = {token for prompt in PROMPTS for token in prompt.token_ids}
     token = next(token for token in drawn if token not in seen)
     steps = [rollout.token_ids.index(token) for rollout in plain[:4] if token in rollout.token_ids]
     with torch.no_grad():
         one.policy.model.model.embed_tokens.weight[token, 3] = math.nan
-    done = []
-    error = failure(lambda: sample(one, done.append))
-    finding = error.finding
+    finding = found(sample(one))
     assert (finding.place, finding.unit, finding.index) == ("model.embed_tokens", "decode step", min(steps) + 1)
     assert finding.tokens[0].part == "response" and finding.tokens[0].token_ids == (token,)
     assert finding.tokens[0].positions == (len(PROMPTS[0].token_ids) + min(steps),)
-    assert sum(done) == 0, "nothing is counted twice"
 
 
 def test_a_prefill_is_named_though_sampling_goes_on(tokenizer):
@@ -389,14 +453,14 @@ def test_a_prefill_is_named_though_sampling_goes_on(tokenizer):
         return out
 
     mlp.forward = spoil
-    finding = found(lambda: sample(one))
+    finding = found(sample(one))
     assert (finding.place, finding.unit, finding.index) == ("model.layers.1.mlp", "prefill", 1)
     assert [(tokens.sample, tokens.positions) for tokens in finding.tokens] == [("p1", (1,))]
 
 
 def test_logits_that_the_temperature_alone_spoils(tokenizer):
     params = SamplingParams(n=1, max_tokens=4, temperature=1e-39)
-    finding = found(lambda: rollout_engine(tokenizer).generate(PROMPTS, params, stream=("a",)))
+    finding = found(sample(rollout_engine(tokenizer), params))
     assert finding.place == "sampling" and "logits are finite" in finding.cause
 
 
@@ -404,33 +468,38 @@ def test_logits_that_the_temperature_alone_spoils(tokenizer):
 
 
 def test_flags_of_many_passes_are_looked_at_before_they_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("pellucid.precision.sentinel.MAX_KEPT", 3)
-    layer = torch.nn.Linear(2, 2)
-    with Flags(layer, layer) as flags:
-        for value in (1.0, 1.0, math.nan, *[1.0] * 20):
-            layer(torch.full((1, 2), value))
-        assert len(flags._sums) <= 4
-        bad = flags.first_bad()
-    assert bad is not None and bad.unit == 3 and bad.place == ("the model", "Linear")
-    assert not layer._forward_hooks
+    monkeypatch.setattr("pellucid.precision.sentinel.MAX_KEPT", 6)
+    flags = Flags()
+    for value in (1.0, 1.0, math.nan, *[1.0] * 20):
+        flags.begin_pass("pass")
+        flags.add(("a", "Linear"), (torch.full((1, 2), value), {"other": torch.tensor(1)}))
+        assert len(flags._kept) <= 8
+    first = flags.first()
+    assert first is not None and (first.place, first.index) == (("a", "Linear"), 3) and math.isnan(first.value)
 
 
-def test_sums_of_float16_do_not_overflow():
-    with Flags(torch.nn.Identity(), torch.nn.Identity()) as flags:
-        flags.add(("x", ""), torch.full((1000,), 6e4, dtype=torch.float16))
-        assert flags.first_bad() is None
-        flags.add(("x", ""), torch.tensor([math.inf], dtype=torch.float16))
-        assert flags.first_bad() is not None
+def test_no_finite_number_raises_a_flag():
+    flags = Flags()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        flags.add(("x", ""), torch.full((1000,), torch.finfo(dtype).max, dtype=dtype))
+        flags.add(("x", ""), torch.full((1000,), torch.finfo(dtype).min, dtype=dtype))
+    assert flags.first() is None
+    flags.add(("x", ""), torch.tensor([1.0, -math.inf], dtype=torch.float16))
+    assert flags.first().value == -math.inf
 
 
-def test_without_a_module_to_watch_there_is_an_error():
-    with pytest.raises(RuntimeError, match="no module"):
-        Flags(torch.nn.Identity(), torch.nn.Identity(), lambda module: False)
+def test_a_stage_that_runs_elsewhere_is_not_watched():
+    sentinel = Sentinel()
+    with sentinel.watch(Stage.REWARD), sentinel.watch(None):
+        pass
+    assert sentinel.take_finding() is None
 
 
-def test_an_error_with_a_finding_travels_between_processes():
+def test_an_error_travels_between_processes():
     one = engine()
     poison_outputs(one, one.model.model.layers[0].mlp)
     error = failure(update(one))
     copy = pickle.loads(pickle.dumps(error))
-    assert str(copy) == str(error) and copy.finding == error.finding and copy.rows == error.rows
+    assert str(copy) == str(error) and copy.rows == error.rows and copy.mini_batch == error.mini_batch
+    finding = repeated(update(one))
+    assert pickle.loads(pickle.dumps(finding)) == finding

@@ -13,8 +13,8 @@ from pellucid.errors import MissingExtraError, UserError
 from pellucid.tasks import TASKS, get_task
 from pellucid.tasks import gym as gym_module
 from pellucid.tasks.arithmetic import DEFAULT_SIZE, LEVELS, split_of
-from pellucid.tasks.base import SPLITS
 from pellucid.tasks.numbers import numbers_in, to_number
+from pellucid.tasks.task import SPLITS
 
 ARITHMETIC, GSM8K = TASKS["arithmetic"], TASKS["gsm8k"]
 PLAIN, CHAT = {"style": "plain"}, {"style": "chat"}
@@ -265,6 +265,7 @@ def test_reasoning_gym_missing_names_the_extra(monkeypatch):
         get_task("reasoning_gym:leg_counting")
 
 
+@pytest.mark.processes
 def test_tasks_data_and_reward_import_without_torch_or_datasets():
     code = "import pellucid.data, pellucid.reward, sys; sys.exit(bool({'torch', 'datasets'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

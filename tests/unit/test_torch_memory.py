@@ -15,12 +15,12 @@ from torch.cuda import _memory_viz
 
 from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig, TorchMemoryToolConfig
 from pellucid.errors import UserError
-from pellucid.profiler.memory_page import headline, page_of, size
-from pellucid.profiler.memory_sources import changes_of_snapshot, trim_stacks
-from pellucid.profiler.memory_use import BEFORE_CAPTURE, BEFORE_ENTRIES, OUTSIDE, Change, RangeLog, summarise
-from pellucid.profiler.tools import torch_memory
-from pellucid.profiler.tools.base import Capture, ToolSettings
-from pellucid.profiler.tools.torch_memory import TorchMemoryTool
+from pellucid.observe.memory_page import headline, page_of, size
+from pellucid.observe.memory_sources import changes_of_snapshot, trim_stacks
+from pellucid.observe.memory_use import BEFORE_CAPTURE, BEFORE_ENTRIES, OUTSIDE, Change, RangeLog, summarise
+from pellucid.observe.tools import torch_memory
+from pellucid.observe.tools.base import Capture, ToolSettings
+from pellucid.observe.tools.torch_memory import TorchMemoryTool
 from pellucid.stages import Stage, Unit
 
 BIG = 5_000_000  # floats
@@ -98,28 +98,6 @@ def test_stages_have_their_own_peaks(planted):
     )
 
 
-def test_the_curve_reaches_the_peak_and_ends_where_the_capture_does(planted):
-    _, report = planted
-    curve = report["curve"]
-    for lines in (curve["by_stage"], curve["by_site"]):
-        totals = [sum(values) for values in zip(*lines.values(), strict=True)]
-        assert (
-            len(totals) == len(curve["at_s"])
-            and max(totals) == report["peak_bytes"]
-            and totals[-1] == report["end_bytes"]
-        )
-    assert curve["at_s"] == sorted(curve["at_s"])
-    assert max(curve["by_stage"]["actor_update"]) == BIG_BYTES
-
-
-def test_the_curve_has_the_highest_moment_of_each_interval():
-    changes = [Change(100, 1, 50, "a"), Change(101, 2, 30, "b"), Change(102, 2, -30), Change(700, 1, -50)]
-    curve = summarise(changes, RangeLog(None), 0, 1000, 10).curve
-    values = curve.by_stage[OUTSIDE]
-    assert max(values) == 80 and values.count(80) == 1
-    assert values[0] == values[-1] == 0 and values[len(values) // 2] == 50
-
-
 def test_resident_memory_stands_beside_what_is_not_known(planted):
     _, report = planted
     assert report["before_bytes"] is None
@@ -139,8 +117,8 @@ def test_the_page_loads_nothing_and_says_what_the_report_says(planted):
 def test_names_are_escaped():
     use = summarise([Change(10, 1, 100, "<script>x</script>", ("a.py:1 </script><b>",))], RangeLog(None), 0, 20, 10)
     about = Capture(Path(), "policy", 1, None, 0, 1)
-    page = page_of(torch_memory.report_of(use, about, "cpu", [(0.0, 1)], 10))
-    assert "<script>x" not in page and "</script><b>" not in page and page.count("</script>") == 1
+    page = page_of(torch_memory.report_of(use, about, "cpu", [1]))
+    assert "<script" not in page and "</script>" not in page and "&lt;script&gt;x" in page
 
 
 def test_files_are_named_after_step_stage_and_window(tmp_path):
@@ -205,7 +183,7 @@ def test_the_tool_can_capture_again(tmp_path):
     tool.start(capture(tmp_path, window=2))
     del kept
     report = report_in(tool.stop())
-    assert (report["peak_bytes"], report["end_bytes"], report["freed_earlier_bytes"]) == (0, 0, BIG_BYTES)
+    assert (report["peak_bytes"], report["end_bytes"]) == (0, 0)
     assert report["peak_stage"] is None and "Nothing was allocated" in page_of(report)
 
 
@@ -267,7 +245,7 @@ def test_memory_freed_by_another_thread_is_not_held_for_ever(tmp_path):
             break
     else:
         pytest.skip("the system never gave the same address again")
-    assert report_in(tool.stop())["freed_unseen_bytes"] == 4000
+    assert report_in(tool.stop())["end_bytes"] == 4000 * len(addresses), "each address counts once"
 
 
 def test_ranges_that_nest_name_the_innermost_stage():
@@ -278,7 +256,6 @@ def test_ranges_that_nest_name_the_innermost_stage():
                 now = time.time_ns()
     assert log.at(now) == ("rollout_generate", "validate › rollout_generate › decode_step 2")
     assert log.at(0) == log.at(time.time_ns()) == (OUTSIDE, OUTSIDE)
-    assert all(one.ended_ns is not None and one.ended_ns >= one.started_ns for one in log.ranges)
 
 
 def test_headlines_skip_pytorch_s_own_frames():
@@ -364,12 +341,13 @@ def test_a_snapshot_gives_the_same_figures():
     start_us = 1_000_000
     changes, before = changes_of_snapshot(snapshot(start_us), 0)
     use = summarise(changes, RangeLog("actor_update"), start_us * 1000, (start_us + 50) * 1000, 100, before)
-    assert (use.before_bytes, use.peak_bytes, use.end_bytes, use.freed_earlier_bytes) == (5000, 9000, 3000, 0)
-    assert [(site.bytes, site.stage, site.stack[:1]) for site in use.by_site] == [
+    names = ("before_bytes", "peak_bytes", "end_bytes")
+    assert [use[name] for name in names] == [5000, 9000, 3000]
+    assert [(site["bytes"], site["stage"], site["stack"][:1]) for site in use["by_site"]] == [
         (5000, BEFORE_CAPTURE, ()),
         (4000, "actor_update", ("a.py:1 a",)),
     ]
-    assert [(site.bytes, site.stage) for site in use.at_end] == [(2000, BEFORE_CAPTURE), (1000, "actor_update")]
+    assert [(site["bytes"], site["stage"]) for site in use["at_end"]] == [(2000, BEFORE_CAPTURE), (1000, "actor_update")]
 
 
 @pytest.fixture

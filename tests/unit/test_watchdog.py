@@ -1,19 +1,21 @@
 """When the watchdog takes silence for a stall, what the step display tells it, and what a report says."""
 
+import asyncio
 import faulthandler
 import math
 import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 
 import psutil
 import pytest
 
-from pellucid.controller.stall import end_processes, main_frames, read_all, record_end, write_report
-from pellucid.controller.watchdog import BEAT_BYTES, Stall, Watchdog, read_beat
-from pellucid.metrics.console import StepDisplay
-from pellucid.rundir import RunDir
+from pellucid.files.rundir import RunDir
+from pellucid.metrics.display import StepDisplay
+from pellucid.observe.stall import end_processes, main_frames, read_all, record_end, write_report
+from pellucid.observe.watchdog import BEAT_BYTES, Stall, Watchdog, read_stall
 
 
 class Clock:
@@ -47,9 +49,10 @@ def looked_at(watchdog: Watchdog, clock: Clock, seconds: int) -> list[Stall]:
 
 
 def test_silence_for_the_time_out_is_a_stall_that_says_where_the_run_stands(watchdog, clock):
-    watchdog.beat("actor_update", 16, 64, last_step=3)
-    assert not looked_at(watchdog, clock, 29)
-    stalls = looked_at(watchdog, clock, 1)
+    with watchdog.stage("actor_update", 64, 3) as watched:
+        watched.beat(16)
+        assert not looked_at(watchdog, clock, 29)
+        stalls = looked_at(watchdog, clock, 1)
     assert stalls == [Stall("actor_update", 30.0, 16, 64, 3)]
     assert str(stalls[0]) == "no progress for 30 s in stage actor_update after 16 of 64 samples; the last finished step is 3"
 
@@ -59,9 +62,10 @@ def test_a_stall_without_counts_or_steps_says_so():
 
 
 def test_every_beat_starts_the_time_anew(watchdog, clock):
-    for done in range(10):
-        watchdog.beat("reward", done, 10)
-        assert not looked_at(watchdog, clock, 29)
+    with watchdog.stage("reward", 10) as watched:
+        for done in range(10):
+            watched.beat(done)
+            assert not looked_at(watchdog, clock, 29)
 
 
 def test_nothing_is_watched_before_the_first_beat(watchdog, clock):
@@ -71,45 +75,46 @@ def test_nothing_is_watched_before_the_first_beat(watchdog, clock):
 def test_a_renewed_beat_keeps_its_place_and_starts_the_time_anew(watchdog, clock):
     watchdog.renew()
     assert not looked_at(watchdog, clock, 100), "nothing had begun"
-    watchdog.beat("reward", 3, 8)
-    for _ in range(5):
-        assert not looked_at(watchdog, clock, 29)
-        watchdog.renew()
-    stall = looked_at(watchdog, clock, 30)[0]
+    with watchdog.stage("reward", 8) as watched:
+        watched.beat(3)
+        for _ in range(5):
+            assert not looked_at(watchdog, clock, 29)
+            watchdog.renew()
+        stall = looked_at(watchdog, clock, 30)[0]
     assert stall == Stall("reward", 30.0, 3, 8, 0)
 
 
 def test_without_a_time_out_nothing_is_a_stall(clock):
     watchdog = Watchdog(None, lambda stall: None, clock=lambda: clock.now, cpu_clock=lambda: clock.cpu)
-    with watchdog:
-        watchdog.beat("reward")
+    with watchdog, watchdog.stage("reward"):
         assert not looked_at(watchdog, clock, 10**4)
         assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
 def test_the_time_of_a_suspension_does_not_count(watchdog, clock):
-    watchdog.beat("reward")
-    clock.wait(3600.0)
-    assert watchdog.check() is None
-    assert not looked_at(watchdog, clock, 29)
-    assert looked_at(watchdog, clock, 1)
+    with watchdog.stage("reward"):
+        clock.wait(3600.0)
+        assert watchdog.check() is None
+        assert not looked_at(watchdog, clock, 29)
+        assert looked_at(watchdog, clock, 1)
 
 
 def test_a_computation_that_kept_the_watchdog_from_looking_counts(watchdog, clock):
-    watchdog.beat("reward")
-    clock.wait(31.0, busy=30.0)
-    assert watchdog.check() is not None
+    with watchdog.stage("reward"):
+        clock.wait(31.0, busy=30.0)
+        assert watchdog.check() is not None
 
 
 def test_a_reader_in_another_process_sees_the_beats(clock):
     memory = bytearray(BEAT_BYTES)
     watchdog = Watchdog(30.0, lambda stall: None, memory=memory, clock=lambda: clock.now)
-    assert read_beat(memory, clock.now)[1] == math.inf
-    watchdog.beat("rollout_generate", 3, None, 2)
-    clock.wait(5.0)
-    assert read_beat(bytes(memory), clock.now) == (Stall("rollout_generate", 5.0, 3, None, 2), 1030.0)
-    watchdog.put_off(60.0)
-    assert read_beat(memory, clock.now)[1] == 1065.0
+    assert read_stall(memory, clock.now)[1] == math.inf
+    with watchdog.stage("rollout_generate", None, 2) as watched:
+        watched.beat(3)
+        clock.wait(5.0)
+        assert read_stall(memory, clock.now) == (Stall("rollout_generate", 5.0, 3, None, 2), 1030.0)
+        watchdog.put_off(60.0)
+        assert read_stall(memory, clock.now)[1] == 1065.0
 
 
 def test_the_thread_calls_on_stall_once():
@@ -119,8 +124,8 @@ def test_the_thread_calls_on_stall_once():
         found.append(stall)
         called.set()
 
-    with Watchdog(0.05, on_stall) as watchdog:
-        watchdog.beat("reward", 1, 2)
+    with Watchdog(0.05, on_stall) as watchdog, watchdog.stage("reward", 2) as watched:
+        watched.beat(1)
         assert called.wait(30)
     assert watchdog.stalled and [stall.stage for stall in found] == ["reward"]
 
@@ -131,22 +136,91 @@ def test_the_thread_ends_with_the_block():
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
-def test_the_display_tells_of_stages_samples_and_steps():
+def test_the_display_tells_of_stages_samples_and_steps(watchdog, clock):
     told = []
-    display = StepDisplay(10, 3, on_progress=lambda *progress: told.append(progress))
-    advance = display.stage("reward", 8)
-    advance(2)
-    advance(0)
-    advance(1)
+
+    @contextmanager
+    def watch(*about):
+        told.append(about)
+        with watchdog.stage(*about) as watched:
+            yield watched
+
+    display = StepDisplay(10, 3, watch=watch)
+    with display.stage("reward", 8) as advance:
+        advance(2)
+        advance(0)
+        advance(1)
+        assert looked_at(watchdog, clock, 30) == [Stall("reward", 30.0, 3, 8, 3)]
     display.finish_step(4, {})
-    display.stage("save_checkpoint")
-    assert told == [("reward", 0, 8, 3), ("reward", 2, 8, 3), ("reward", 2, 8, 3), ("reward", 3, 8, 3), ("save_checkpoint", 0, None, 4)]
+    with display.stage("save_checkpoint"):
+        assert looked_at(watchdog, clock, 30) == [Stall("save_checkpoint", 30.0, 0, None, 4)]
+    assert told == [("reward", 8, 3), ("save_checkpoint", None, 4)]
 
 
-def test_a_display_feeds_a_watchdog(watchdog, clock):
-    advance = StepDisplay(10, 3, on_progress=watchdog.beat).stage("rollout_generate", 8)
-    advance(5)
-    assert str(looked_at(watchdog, clock, 30)[0]).startswith("no progress for 30 s in stage rollout_generate after 5 of 8")
+def test_each_stage_under_way_has_an_entry_and_the_stuck_one_is_named(watchdog, clock):
+    leave, entered = threading.Event(), threading.Event()
+
+    def produce() -> None:
+        with watchdog.stage("rollout_generate", 8, 2) as watched:
+            watched.beat(5)
+            entered.set()
+            leave.wait(30)
+
+    other = threading.Thread(target=produce)
+    other.start()
+    entered.wait(30)
+    with watchdog.stage("actor_update", 4, 2) as watched:
+        for done in range(3):
+            assert not looked_at(watchdog, clock, 9)
+            watched.beat(done)
+        [stall] = looked_at(watchdog, clock, 3)
+    assert stall == Stall("rollout_generate", 30.0, 5, 8, 2, ["actor_update"])
+    assert "in stage rollout_generate after 5 of 8 samples, beside actor_update; the last finished step is 2" in str(stall)
+    leave.set()
+    other.join()
+    assert not looked_at(watchdog, clock, 29), "it ended a moment ago, and nothing else is under way"
+    assert looked_at(watchdog, clock, 1)[0].stage == "rollout_generate", "between stages counts from the last one's end"
+
+
+def test_stages_of_asyncio_tasks_are_watched_each_for_itself(watchdog, clock):
+    stalls = []
+
+    async def alive() -> None:
+        with watchdog.stage("actor_update") as watched:
+            for _ in range(4):
+                clock.wait(10.0)
+                stalls.append(watchdog.check())
+                watched.beat()
+                await asyncio.sleep(0)
+
+    async def stuck() -> None:
+        with watchdog.stage("reward", 3):
+            await asyncio.gather(waiter)
+
+    async def both() -> None:
+        nonlocal waiter
+        waiter = asyncio.ensure_future(alive())
+        await stuck()
+
+    waiter: asyncio.Future[None]
+    clock_looks_often(watchdog)
+    asyncio.run(both())
+    assert [stall and stall.stage for stall in stalls] == [None, None, "reward", "reward"]
+
+
+def clock_looks_often(watchdog: Watchdog) -> None:
+    """Let the watchdog take ten seconds between two looks for nothing out of the ordinary."""
+    watchdog._cpu_clock = lambda: watchdog._clock()
+
+
+def test_a_nested_stage_keeps_the_one_round_it_alive(watchdog, clock):
+    with watchdog.stage("validate"):
+        with watchdog.stage("reward", 9) as inner:
+            for done in range(9):
+                assert not looked_at(watchdog, clock, 20)
+                inner.beat(done)
+        assert not looked_at(watchdog, clock, 29)
+        assert looked_at(watchdog, clock, 1)[0].stage == "validate"
 
 
 def dumped() -> str:
@@ -155,6 +229,7 @@ def dumped() -> str:
         return read_all(file.fileno())
 
 
+@pytest.mark.processes
 def test_a_report_names_where_the_main_thread_is(tmp_path):
     go_on = threading.Event()
     other = threading.Thread(target=go_on.wait)
@@ -172,12 +247,14 @@ def test_a_report_names_where_the_main_thread_is(tmp_path):
     assert "the last checkpoint is none" in report.message and "trainer.stall_timeout_s" in report.message
 
 
+@pytest.mark.processes
 def test_a_report_that_cannot_be_written_is_told_whole(tmp_path):
     (tmp_path / "logs").write_text("a file where the folder should be")
     report = write_report(RunDir(tmp_path), Stall("reward", 9.0, 1, 4, 2), dumped(), 2**22 + 1, threading.get_ident())
     assert "cannot be written" in report.message and "in dumped" in report.message
 
 
+@pytest.mark.processes
 def test_the_reason_is_recorded_only_for_the_process_that_has_an_entry(tmp_path):
     run_dir = RunDir(tmp_path)
     record_end(run_dir, 1, "stalled")
@@ -189,6 +266,7 @@ def test_the_reason_is_recorded_only_for_the_process_that_has_an_entry(tmp_path)
     assert run_dir.read_record()[-1]["exit_reason"] == "stalled"
 
 
+@pytest.mark.processes
 def test_a_process_that_ignores_being_terminated_is_killed():
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)

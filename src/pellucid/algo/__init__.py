@@ -1,1 +1,1 @@
-"""Pure tensor functions: advantages, policy losses, KL estimators and loss aggregation. No I/O, no distribution, no config."""
+"""Pure tensor functions: advantages, losses, KL, aggregation, correction. `catalog.py` lists the algorithms by name."""

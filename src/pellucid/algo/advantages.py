@@ -1,7 +1,8 @@
 """Advantage estimators: rewards in, (advantages, returns) out; both [B, T], no gradient, zero outside the mask.
 
-Formulas and papers are in the table of `docs/algorithms.md`; `ESTIMATORS` is what `algorithm.adv_estimator` chooses from.
-All sums run in float64, so that the rounding of equal rewards is not divided by a standard deviation of zero.
+Formulas and papers are in the table of `docs/algorithms.md`; `catalog.ESTIMATORS` lists the functions and what each
+takes beside its `AdvantageInputs`. All sums run in float64, so that the rounding of equal rewards is not divided by a
+standard deviation of zero.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """What an estimator may read: B samples, T response tokens, K reward components."""
+    """What every estimator may read: B samples, T response tokens."""
 
     token_rewards: Tensor
     """[B, T] rewards; a sample's outcome reward R is their sum over its unmasked tokens."""
@@ -25,14 +26,6 @@ class AdvantageInputs:
     """[B, T] bool, holes allowed; a row without a True counts nowhere."""
     group: Tensor
     """[B] int64 index of each sample's prompt, 0 … G−1."""
-    values: Tensor | None = None
-    """[B, T] the critic's values; gae needs them."""
-    greedy_scores: Tensor | None = None
-    """[B] outcome reward of the greedy response to the sample's prompt; remax needs it."""
-    reward_components: Tensor | None = None
-    """[B, K] the parts of each outcome reward; gdpo needs them."""
-    component_weights: Tensor | None = None
-    """[K] weights of the parts in gdpo; None weighs each 1."""
     gamma: float = 1.0
     """Discount from one token to the next (gae, reinforce_plus_plus)."""
     lam: float = 1.0
@@ -41,7 +34,8 @@ class AdvantageInputs:
     """Divide by the group's standard deviation (grpo, grpo_passk, gdpo)."""
 
 
-Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+Estimator = Callable[..., tuple[Tensor, Tensor]]
+"""Takes `AdvantageInputs` and, by keyword, the tensors that its entry in the catalog names."""
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -128,23 +122,15 @@ def _whitened_outputs(inputs: AdvantageInputs, advantage: Tensor) -> tuple[Tenso
     return _outputs(inputs, whiten(advantage[:, None].expand(inputs.mask.shape), inputs.mask))
 
 
-def _needed(value: Tensor | None, estimator: str, field: str) -> Tensor:
-    if value is None:
-        raise ValueError(f"the estimator {estimator} needs `{field}`")
-    return value
-
-
 @torch.no_grad()
-def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def gae(inputs: AdvantageInputs, values: Tensor) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438), whitened over the batch; returns are A + V before whitening.
 
     The value after a sample's last token is 0. Masked tokens are skipped: the next unmasked token is the successor.
-
-    Raises:
-        ValueError: `values` is missing.
+    `values` is [B, T], the critic's value of the state before each token.
     """
     mask = inputs.mask
-    values = _needed(inputs.values, "gae", "values").double().masked_fill(~mask, 0.0)
+    values = values.double().masked_fill(~mask, 0.0)
     differences = _token_rewards(inputs) + inputs.gamma * next_unmasked(values, mask) - values
     advantages = discounted_sum(differences, mask, inputs.gamma * inputs.lam)
     return _outputs(inputs, whiten(advantages, mask), advantages + values)
@@ -215,15 +201,13 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def remax(inputs: AdvantageInputs, greedy_scores: Tensor) -> tuple[Tensor, Tensor]:
     """ReMax (arXiv 2310.10505): the sum of the rewards to come less the reward of the greedy response.
 
-    Raises:
-        ValueError: `greedy_scores` is missing.
+    `greedy_scores` is [B], the outcome reward of the greedy response to each sample's prompt.
     """
-    baseline = _needed(inputs.greedy_scores, "remax", "greedy_scores").double()
     returns = discounted_sum(_token_rewards(inputs), inputs.mask, 1.0)
-    return _outputs(inputs, returns - baseline[:, None], returns)
+    return _outputs(inputs, returns - greedy_scores.double()[:, None], returns)
 
 
 @torch.no_grad()
@@ -251,29 +235,14 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def gdpo(
+    inputs: AdvantageInputs, reward_components: Tensor, component_weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """Decoupled normalisation (arXiv 2601.05242): each reward component as in grpo, then their weighted sum, whitened.
 
-    Raises:
-        ValueError: `reward_components` is missing.
+    `reward_components` is [B, K], the parts of each outcome reward, and `component_weights` is [K].
     """
-    components, valid = _needed(inputs.reward_components, "gdpo", "reward_components").double(), inputs.mask.any(dim=1)
-    components = components.masked_fill(~valid[:, None], 0.0)
-    weights = inputs.component_weights
-    weights = components.new_ones(components.shape[1]) if weights is None else weights.to(components)
+    valid = inputs.mask.any(dim=1)
+    components = reward_components.double().masked_fill(~valid[:, None], 0.0)
     normalised = [group_normalise(part, inputs.group, valid, inputs.norm_by_std) for part in components.unbind(dim=1)]
-    return _whitened_outputs(inputs, torch.stack(normalised, dim=1) @ weights)
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "gae": gae,
-    "grpo": grpo,
-    "grpo_passk": grpo_passk,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "opo": opo,
-    "gpg": gpg,
-    "gdpo": gdpo,
-}
+    return _whitened_outputs(inputs, torch.stack(normalised, dim=1) @ component_weights.to(components))

@@ -42,5 +42,8 @@ def aggregation_weights(mask: torch.Tensor, mode: LossAggMode, scale_factor: flo
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean of `values` over `mask` (both [B, T]) as a scalar; 0 when nothing is unmasked."""
-    return (values * mask).sum() / mask.sum().clamp(min=1)
+    """Return the mean of `values` over `mask` (both [B, T]) as a scalar; 0 when nothing is unmasked.
+
+    What `values` hold elsewhere, NaN included, changes nothing.
+    """
+    return torch.where(mask, values, 0).sum() / mask.sum().clamp(min=1)

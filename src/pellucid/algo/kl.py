@@ -1,6 +1,7 @@
 """KL estimators between the policy and a reference, per token (Schulman, "Approximating KL divergence", 2020).
 
-Used as a loss term (with gradient) or subtracted from the token rewards (without), there with a fixed or adaptive coefficient.
+The KL is a term of the loss (with gradient), or is subtracted from the token rewards (without), there with a fixed or
+an adaptive coefficient.
 """
 
 from dataclasses import dataclass
@@ -84,7 +85,10 @@ class FixedKL:
 
 @dataclass(slots=True)
 class AdaptiveKL:
-    """A coefficient that steers the KL towards `target` (arXiv 1909.08593): β ← β (1 + clip(kl/target − 1, ±0.2) · n/horizon)."""
+    """A coefficient that steers the KL towards `target` (arXiv 1909.08593).
+
+    β ← β (1 + clip(kl/target − 1, ±0.2) · n/horizon), with n the samples of the step.
+    """
 
     coef: float
     target: float

@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, factor: float) -> Tensor:
-    """Soft overlong punishment of DAPO (arXiv 2503.14476): falls from 0 to −factor over the last `buffer_length` tokens.
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476): 0 to −factor over the last `buffer_length` tokens.
 
     Args:
         lengths: [B] response lengths in tokens.

@@ -18,12 +18,13 @@ def value_loss(
         values: [B, T] values being trained; carry the gradient.
         old_values: [B, T] values before the update.
         returns: [B, T] targets.
-        mask: [B, T] bool, for the metric only.
+        mask: [B, T] bool, holes allowed; the loss is 0 outside it, whatever the other tensors hold there.
         cliprange: values are clipped to `old_values` ± this.
 
     Returns:
         [B, T] losses ½ max((V − R)², (clip(V) − R)²), and the metric `critic/vf_clipfrac`, tokens held by the clip.
     """
+    values, old_values, returns = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))
     unclipped = (values - returns).square()
     clipped = (values.clamp(old_values - cliprange, old_values + cliprange) - returns).square()
     with torch.no_grad():

@@ -13,8 +13,9 @@ import typer
 from rich.table import Table
 
 from pellucid.config import RunConfig, SftConfig, build_plan, load_config, read_model_facts
+from pellucid.config.compat import migrate
 from pellucid.config.describe import annotated_yaml, keys
-from pellucid.config.migrate import migrate
+from pellucid.config.plan import plan_rows
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError, did_you_mean
 
@@ -126,6 +127,6 @@ def _count_prompts(config: RunConfig) -> int | None:
 def _print_plan(config: RunConfig, num_prompts: int) -> None:
     plan = build_plan(config, num_prompts, read_model_facts(config.actor_rollout_ref.model.path))
     table = Table(show_header=False, box=None)
-    for label, sentence in plan.rows():
+    for label, sentence in plan_rows(plan):
         table.add_row(label, sentence)
     console.print(table, markup=False)

@@ -1,4 +1,4 @@
-"""`pellucid doctor`: say before a run what would end it, or make it slow, on this machine.
+"""`pellucid doctor`: prints what would end a run on this machine, or make it slow, before the run starts.
 
 The checks are in `pellucid.doctor`; here their findings become a table with remedies, or JSON, and an exit status.
 """
@@ -8,34 +8,47 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid.config import load_config
+from pellucid.cli.arguments import Overrides
 from pellucid.console import console, error_console
-from pellucid.doctor import Finding, Status, examine
 
-_STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+if TYPE_CHECKING:
+    from pellucid.doctor.findings import Finding
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-def run_doctor(recipe: Path | None, overrides: list[str], *, start_ray: bool, as_json: bool) -> None:
-    """Examine the machine, for a recipe where one is given, and print what was found.
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="The recipe to be run; without one the machine alone is looked at.")
+    ] = None,
+    overrides: Overrides = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Start a Ray cluster, even if the recipe asks for none: about 15 seconds.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine before a run: devices, memory, versions, disk, ports, Ray; status 1 if there is a problem.
 
-    Raises:
-        UserError: the recipe itself is wrong.
-        typer.Exit: status 1, when there is a problem.
+    [bold]pellucid doctor recipes/demo.yaml trainer.placement=ray trainer.n_gpus_per_node=2[/bold]
     """
+    from pellucid.config import load_config
+    from pellucid.doctor import examine
+
     config = None
     if recipe is not None:
-        loaded = load_config(recipe, overrides)
+        loaded = load_config(recipe, overrides or [])
         for line in loaded.notices:
             error_console.print(line, style="yellow", markup=False)
         config = loaded.config
     with error_console.status("looking…") as status:
-        findings = []
-        for finding in examine(config, start_ray=start_ray):
+        findings: list[Finding] = []
+        for finding in examine(config, start_ray=ray):
             findings.append(finding)
             status.update(f"looked at: {escape(finding.name)}")
     if as_json:

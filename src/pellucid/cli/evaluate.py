@@ -1,43 +1,50 @@
-"""`pellucid eval`: answer problems with a model or a run's last checkpoint, score them, print accuracy with its error."""
+"""`pellucid eval`: answers problems with a model or a run's last checkpoint, scores them and prints the accuracy."""
 
 import math
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
 from pellucid.console import console, progress
 from pellucid.errors import UserError
 
 
-def run_eval(
-    model: str,
-    files: str,
-    num: int | None,
-    samples: int,
-    temperature: float | None,
-    max_tokens: int,
-    reward: str | None,
-    out: Path | None,
-    device_name: str,
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run, a model folder, a hub id, or 'builtin'.")],
+    files: Annotated[
+        str, typer.Option("--files", help="What to answer: task:NAME?args, a jsonl or parquet file, or a hub dataset.")
+    ],
+    num: Annotated[int | None, typer.Option("--num", min=1, help="At most this many problems.")] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Responses a problem; more than one samples and reports pass@k.")
+    ] = 1,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0 is greedy; the default is 0 for one sample, else 1.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest response.")] = 256,
+    reward: Annotated[str | None, typer.Option("--reward", help="Own reward function, file.py:name.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the scored responses here (.jsonl.zst).")] = None,
+    device_name: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or npu.")] = "auto",
 ) -> None:
-    """Print one line a task: accuracy, its 95% interval, reward, number of problems.
+    """Answer held-out problems with a model and print accuracy, its 95% interval, reward and number, a line a task.
 
-    Raises:
-        UserError: the model, the files or the reward cannot be used.
+    [bold]pellucid eval builtin --files 'task:arithmetic?level=2' --num 200[/bold]
     """
     import torch
 
     from pellucid import devices
     from pellucid.cli.export import load_trained
     from pellucid.config.schema.data import DataConfig
-    from pellucid.controller.validation import answer, validation_metrics
     from pellucid.data import build_prompts
+    from pellucid.files.rollout_dump import write_rollouts
     from pellucid.reward import make_scorer
     from pellucid.rollout.native import NativeRolloutEngine
-    from pellucid.rollout.protocol import SamplingParams
-    from pellucid.rollout_dump import write_rollouts
+    from pellucid.rollout.requests import SamplingParams
     from pellucid.training.common.models import TokenPieces, eos_token_ids
     from pellucid.training.fsdp import FsdpEngine, MicroBatching
+    from pellucid.validation import answer, validation_metrics
 
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
@@ -50,9 +57,7 @@ def run_eval(
     device = devices.choose_device(device_name)
     policy, tokenizer = load_trained(model, device)
     data = build_prompts(
-        DataConfig(
-            train_files=files, val_files=files, val_max_samples=num, max_prompt_length=1 << 20
-        ),
+        DataConfig(train_files=files, val_files=files, val_max_samples=num, max_prompt_length=1 << 20),
         tokenizer,
         "val",
     )
@@ -68,12 +73,17 @@ def run_eval(
     )
     with make_scorer(path or None, name, 2, 30.0) as scorer, progress(transient=True) as bar:
         task = bar.add_task("answering", total=len(data.prompts) * samples, info="")
-        rollouts = answer(
-            engine, scorer.score, data.prompts, params, batch_size=None, on_done=lambda count: bar.advance(task, count)
+        rollouts, scores = answer(
+            engine,
+            lambda rollouts: scorer.score(rollouts)[0],
+            data.prompts,
+            params,
+            batch_size=None,
+            on_done=lambda count: bar.advance(task, count),
         )
     if out is not None:
-        write_rollouts(out, rollouts, step=0, pieces=TokenPieces(tokenizer))
-    _print_table(validation_metrics(rollouts), samples)
+        write_rollouts(out, rollouts, scores, step=0, pieces=TokenPieces(tokenizer))
+    _print_table(validation_metrics(rollouts, scores), samples)
 
 
 def _print_table(metrics: dict[str, float], samples: int) -> None:

@@ -1,11 +1,11 @@
 """The `pellucid` command: routes to sub-commands and turns exceptions into one clear message and an exit status.
 
-Status: 0 done, 1 the run failed, 2 the input is wrong, 128 + n stopped by signal n. Torch is imported inside commands only.
+Status: 0 done, 1 the run failed, 2 the input is wrong, 128 + n stopped by signal n. Torch is imported inside commands
+only.
 """
 
 import errno
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,12 +13,17 @@ from rich.panel import Panel
 from rich.text import Text
 
 import pellucid
+from pellucid.cli.arguments import Overrides, Recipe
 from pellucid.cli.config import app as config_app
+from pellucid.cli.doctor import doctor
+from pellucid.cli.evaluate import evaluate
+from pellucid.cli.export import export
 from pellucid.cli.precision import app as precision_app
 from pellucid.cli.profile import app as profile_app
 from pellucid.cli.rollouts import rollouts_command
 from pellucid.console import error_console
-from pellucid.errors import UserError
+from pellucid.errors import RunFailedError, UserError
+from pellucid.threads import yield_while_waiting
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,14 +36,6 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(profile_app, name="profile")
 app.add_typer(precision_app, name="precision")
-
-Recipe = Annotated[
-    Path, typer.Argument(help="YAML recipe, e.g. recipes/demo.yaml; `pellucid config keys` lists every key.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Overrides in Hydra's grammar: trainer.seed=1 actor_rollout_ref.actor.optim.lr=1e-5"),
-]
 
 
 @app.command()
@@ -58,75 +55,15 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
 
     [bold]pellucid sft recipes/builtin_sft.yaml[/bold]
     """
-    from pellucid.cli.sft import run_sft
+    from pellucid.cli.train import run_sft
 
     run_sft(recipe, overrides or [])
 
 
-@app.command("eval")
-def evaluate(
-    model: Annotated[str, typer.Argument(help="A run, a model folder, a hub id, or 'builtin'.")],
-    files: Annotated[
-        str, typer.Option("--files", help="What to answer: task:NAME?args, a jsonl or parquet file, or a hub dataset.")
-    ],
-    num: Annotated[int | None, typer.Option("--num", min=1, help="At most this many problems.")] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Responses a problem; more than one samples and reports pass@k.")
-    ] = 1,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy; the default is 0 for one sample, else 1.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest response.")] = 256,
-    reward: Annotated[str | None, typer.Option("--reward", help="Own reward function, file.py:name.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the scored responses here (.jsonl.zst).")] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or npu.")] = "auto",
-) -> None:
-    """Answer held-out problems with a model and score the answers.
-
-    [bold]pellucid eval builtin --files 'task:arithmetic?level=2' --num 200[/bold]
-    """
-    from pellucid.cli.evaluate import run_eval
-
-    run_eval(model, files, num, samples, temperature, max_tokens, reward, out, device)
-
-
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Option("--out", help="The model folder to write.")],
-    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the last one by default.")] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
-    critic: Annotated[
-        bool, typer.Option("--critic", help="The run's critic instead, in a form for critic.model.path or reward_model.model.path only.")
-    ] = False,
-) -> None:
-    """Write a checkpoint as a model folder that plain `transformers` loads."""
-    from pellucid.cli.export import run_export
-
-    run_export(run, out, step, dtype, critic)
-
-
+app.command("eval")(evaluate)
+app.command()(export)
 app.command("rollouts")(rollouts_command)
-
-
-@app.command()
-def doctor(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="The recipe to be run; without one the machine alone is looked at.")
-    ] = None,
-    overrides: Overrides = None,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Start a Ray cluster, even if the recipe asks for none: about 15 seconds.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
-    """Check this machine before a run: devices, memory, versions, disk, ports, Ray; status 1 if there is a problem.
-
-    [bold]pellucid doctor recipes/demo.yaml trainer.placement=ray trainer.n_gpus_per_node=2[/bold]
-    """
-    from pellucid.cli.doctor import run_doctor
-
-    run_doctor(recipe, overrides or [], start_ray=ray, as_json=as_json)
+app.command()(doctor)
 
 
 def _version(show: bool) -> None:
@@ -141,11 +78,12 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """See `help` above; the options that come before a sub-command."""
+    """Hold the options that come before a sub-command; the help text is the one given to `app`."""
 
 
 def main() -> None:
     """Run the command line; the process exits with the status described above."""
+    yield_while_waiting()
     try:
         app()
     except UserError as error:
@@ -154,6 +92,9 @@ def main() -> None:
             text.append(f"\n{error.remedy}", style="bold")
         error_console.print(Panel(text, title=Text(error.field), title_align="left", border_style="red"))
         sys.exit(2)
+    except RunFailedError as error:
+        error_console.print(str(error), style="red", markup=False)
+        sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

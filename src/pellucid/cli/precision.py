@@ -48,11 +48,18 @@ def compare(
         bool, typer.Option("--rollout", help="Compare the trainer of A with its rollout engine, for the same tokens.")
     ] = False,
     by_sample: Annotated[
-        bool, typer.Option("--by-sample", help="Compare the same tokens, on whichever ranks and in whichever micro-batches they are.")
+        bool,
+        typer.Option(
+            "--by-sample", help="Compare the same tokens, on whichever ranks and in whichever micro-batches they are."
+        ),
     ] = False,
     rtol: Annotated[
         float | None,
-        typer.Option("--rtol", min=0.0, help="Largest relative error that is none: 1e-5; over samples 1e-4. 0 asks for equal statistics."),
+        typer.Option(
+            "--rtol",
+            min=0.0,
+            help="Largest relative error that is none: 1e-5; over samples 1e-4. 0 asks for equal statistics.",
+        ),
     ] = None,
     step: Step = None,
     stage: StageName = None,
@@ -63,7 +70,8 @@ def compare(
 ) -> None:
     """Name the first module at which two captures go apart, in the order of execution, and what it comes from.
 
-    Captures of the same step, stage and rank are compared. Where A and B are one step, stage or rank each, these may differ.
+    Captures of the same step, stage and rank are compared. Where A and B are one step, stage or rank each, these may
+    differ.
 
     Two runs:
     [bold]pellucid precision compare outputs/pellucid/good outputs/pellucid/bad --html heat.html[/bold]
@@ -80,10 +88,13 @@ def compare(
     Trainer against rollout engine, sample by sample, too, in all steps that have both:
     [bold]pellucid precision compare RUN --rollout[/bold]
 
-    Status 0: equal within --rtol. 1: not, or one side lacks what the other has, or was cut short. 2: nothing to compare.
+    Status 0: equal within --rtol. 1: not, or one side lacks what the other has, or was cut short. 2: nothing to
+    compare.
     """
     if rollout == (b is not None):
-        raise UserError("B", "compare needs two captures, or one run and --rollout.", "See: pellucid precision compare --help")
+        raise UserError(
+            "B", "compare needs two captures, or one run and --rollout.", "See: pellucid precision compare --help"
+        )
     if rollout:
         result = _compare_samples(a, None, rtol, (step, stage, rank), limit)
     elif by_sample:
@@ -105,36 +116,44 @@ def compare(
 
 
 @app.command()
-def report(a: A, step: Step = None, stage: StageName = None, rank: Rank = None, limit: Rows = 20, json_file: Json = None) -> None:
-    """Look at captures on their own: the first module with NaN or Inf, whether its inputs have them, and unusual values.
+def report(
+    a: A, step: Step = None, stage: StageName = None, rank: Rank = None, limit: Rows = 20, json_file: Json = None
+) -> None:
+    """Look at captures on their own: the first module with NaN or Inf, and what it comes from.
 
     [bold]pellucid precision report outputs/pellucid/bad --step 12[/bold]
 
     Status 0: all finite. 1: NaN or Inf. 2: nothing captured.
     """
+    from pellucid.precision.compare import summarise
     from pellucid.precision.dump_files import read_dump
-    from pellucid.precision.health import check_captures
-    from pellucid.precision.text import health_json, health_renderables
+    from pellucid.precision.health import check_dump
+    from pellucid.precision.matching import place_of_ref
+    from pellucid.precision.text import comparison_renderables, report_json
 
-    refs = _captures(a, step, stage, rank)
+    refs, stages = _captures(a, step, stage, rank), []
     with _reading(len(refs)) as advance:
-        health = check_captures(refs, lambda ref: read_dump(ref.folder), name=str(a), limit=limit, on_capture=advance)
-    for part in health_renderables(health):
+        for ref in refs:
+            advance(ref)
+            stages.append(check_dump(read_dump(ref.folder), place_of_ref(ref), limit=limit))
+    health = summarise(stages, names=(str(a), ""), rtol=0.0, limit=limit)
+    for part in comparison_renderables(health):
         console.print(part)
-    _write_json(json_file, lambda: health_json(health))
-    if health.first is not None:
+    _write_json(json_file, lambda: report_json(health))
+    if health.found is not None:
         raise typer.Exit(1)
 
 
 @app.command()
 def digest(a: A, b: Annotated[Path | None, typer.Argument(help="Captures that should be the same.")] = None) -> None:
-    """Print a checksum of each captured step and its stages; of two runs, the first step and stage that are not bitwise equal.
+    """Print a checksum of each captured step and stage; of two runs, the first that is not bitwise equal.
 
     [bold]pellucid precision digest outputs/pellucid/demo[/bold]
 
     [bold]pellucid precision digest outputs/pellucid/demo outputs/pellucid/again[/bold]
 
-    Status, with two: 0 bitwise equal in all that was captured, 1 not. Steps with a capture that ended early are marked (cut short).
+    Status, with two: 0 bitwise equal in all that was captured, 1 not. Steps with a capture that ended early are marked
+    (cut short).
     """
     from pellucid.precision.digest import digest as digest_of
     from pellucid.precision.digest import render
@@ -150,7 +169,9 @@ def digest(a: A, b: Annotated[Path | None, typer.Argument(help="Captures that sh
             console.print(f"step {step.step} was captured in A alone", style="red")
             raise typer.Exit(1)
         if step.digest != other.digest:
-            names = [name for name in {**step.stages, **other.stages} if step.stages.get(name) != other.stages.get(name)]
+            names = [
+                name for name in {**step.stages, **other.stages} if step.stages.get(name) != other.stages.get(name)
+            ]
             console.print(f"step {step.step} differs, first in {names[0]} (all: {', '.join(names)})", style="red")
             console.print(f"See: pellucid precision compare {a} {b} --step {step.step}", markup=False, soft_wrap=True)
             raise typer.Exit(1)
@@ -170,67 +191,86 @@ def replay(
 
     [bold]pellucid precision replay outputs/pellucid/demo/failures/step_000007[/bold]
     """
-    from pellucid.controller.failures import is_repeatable, read_failure
-    from pellucid.controller.replay import replay as run_again
+    from pellucid.failures import is_repeatable, read_failure
+    from pellucid.replay import replay as run_again
 
     failure = read_failure(folder)
     at = f"{failure.stage} of step {failure.step}"
     if not is_repeatable(failure.quantity):
         found = failure.finding or f"{failure.quantity} is not finite."
         console.print(
-            f"{at}: {found}\nthe optimizer step that made it cannot be repeated from what was saved: neither the weights before it "
-            "nor the optimizer's state are there",
+            f"{at}: {found}\nthe optimizer step that made it cannot be repeated from what was saved: "
+            "neither the weights before it nor the optimizer's state are there",
             style="red", markup=False, emoji=False, soft_wrap=True,
         )  # fmt: skip
         raise typer.Exit(1)
     done = run_again(folder, failure, device)
     if not done.own_weights:
-        console.print(f"the weights of the failure were not saved in {folder}: these are the model's own", style="yellow", markup=False)
-    if done.error is None:
         console.print(
-            f"{at} is finite this time, in one process on one device: what ended the run is not reproducible from its batch and weights.",
+            f"the weights of the failure were not saved in {folder}: these are the model's own",
+            style="yellow",
+            markup=False,
+        )
+    if done.finding is None:
+        console.print(
+            f"{at} is finite this time, in one process on one device: what ended the run is not reproducible from its "
+            "batch and weights.",
             markup=False,
         )
         return
     capture = "" if done.capture is None else f"\ncapture: {done.capture}"
-    console.print(f"found again in {at}: {done.error}.{capture}", style="red", markup=False, emoji=False, soft_wrap=True)
+    console.print(
+        f"found again in {at}: {done.finding.sentence()}{capture}",
+        style="red",
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+    )
     raise typer.Exit(1)
 
 
 def _compare(
-    a: Path, b: Path, rtol: float | None, chosen: tuple[int | None, str | None, int | None], limit: int, *, per_pass: bool
+    a: Path,
+    b: Path,
+    rtol: float | None,
+    chosen: tuple[int | None, str | None, int | None],
+    limit: int,
+    *,
+    per_pass: bool,
 ) -> Comparison:
-    from pellucid.precision.compare import RTOL, compare_captures, match
+    from pellucid.precision.compare import RTOL, compare_dumps, summarise
     from pellucid.precision.dump_files import read_dump
+    from pellucid.precision.matching import match
 
     pairs, missing = match(_captures(a, *chosen), _captures(b, *chosen))
+    rtol = RTOL if rtol is None else rtol
+    per_pass = per_pass and len({place.step for place, _, _ in pairs}) == 1
+    stages = []
     with _reading(len(pairs)) as advance:
-        return compare_captures(
-            pairs,
-            lambda ref: read_dump(ref.folder),
-            names=(str(a), str(b)),
-            rtol=RTOL if rtol is None else rtol,
-            limit=limit,
-            per_pass=per_pass and len({place.step for place, _, _ in pairs}) == 1,
-            missing=missing,
-            on_pair=advance,
-        )
+        for place, ref_a, ref_b in pairs:  # one pair in memory at a time
+            advance(place)
+            dumps = read_dump(ref_a.folder), read_dump(ref_b.folder)
+            stages.append(compare_dumps(*dumps, place, rtol=rtol, limit=limit, per_pass=per_pass))
+    return summarise(stages, names=(str(a), str(b)), rtol=rtol, limit=limit, missing=missing)
 
 
 def _compare_samples(
     a: Path, b: Path | None, rtol: float | None, chosen: tuple[int | None, str | None, int | None], limit: int
 ) -> Comparison:
-    """Compare the same stages of two runs, or a run's trainer with its rollout engine, over the tokens that both sides have."""
-    from pellucid.precision.by_sample import RTOL, compare_by_sample, read_source, same_stages, trainer_and_rollout
+    """Compare the same stages of two runs, or a run's trainer with its rollout engine, over their common tokens."""
+    from pellucid.precision.by_sample import RTOL, compare_by_sample, read_source
     from pellucid.precision.compare import summarise
     from pellucid.precision.dump_files import read_dump
+    from pellucid.precision.matching import same_stages, trainer_and_rollout
 
     step, stage, rank = chosen
     missing: list[str] = []
     notes: list[str] = []
     if b is None:
         if rank is not None:
-            raise UserError("--rank", "with --rollout all ranks are compared: each holds other samples.", "Leave it out.")
+            raise UserError(
+                "--rank", "with --rollout all ranks are compared: each holds other samples.", "Leave it out."
+            )
         _check_stage(stage)
         pairs, notes = trainer_and_rollout(_captures(a, step, None, None), step, stage)
     else:
@@ -241,7 +281,10 @@ def _compare_samples(
         def sources(refs: list[DumpRef]) -> list[Source]:
             return [(advance(ref), read_source(ref, read_dump(ref.folder)))[1] for ref in refs]
 
-        stages = [compare_by_sample(sources(refs_a), sources(refs_b), place, rtol=rtol, limit=limit) for place, refs_a, refs_b in pairs]
+        stages = [
+            compare_by_sample(sources(refs_a), sources(refs_b), place, rtol=rtol, limit=limit)
+            for place, refs_a, refs_b in pairs
+        ]
     trainer = " or ".join(dict.fromkeys(place.stage for place, _, _ in pairs))
     names = (str(a), str(b)) if b is not None else (f"{a}, {trainer}", f"{a}, {Stage.ROLLOUT_GENERATE}")
     return summarise(stages, names=names, rtol=rtol, limit=limit, missing=missing, notes=notes)
@@ -253,10 +296,15 @@ def _captures(path: Path, step: int | None, stage: str | None, rank: int | None)
 
     _check_stage(stage)
     refs = find_dumps(path)
-    for option, wanted, there in (("--step", step, [ref.step for ref in refs]), ("--stage", stage, [ref.stage for ref in refs]),
+    for option, wanted, there in (("--step", step, [ref.step for ref in refs]),
+                                  ("--stage", stage, [ref.stage for ref in refs]),
                                   ("--rank", rank, [ref.rank for ref in refs])):  # fmt: skip
         if wanted is not None and wanted not in there:
-            raise UserError(option, f"'{path}' has no capture of {option[2:]} {wanted}.", f"It has: {', '.join(map(str, dict.fromkeys(there)))}.")
+            raise UserError(
+                option,
+                f"'{path}' has no capture of {option[2:]} {wanted}.",
+                f"It has: {', '.join(map(str, dict.fromkeys(there)))}.",
+            )
     return [ref for ref in refs if step in (None, ref.step) and stage in (None, ref.stage) and rank in (None, ref.rank)]
 
 

@@ -1,24 +1,22 @@
-"""`pellucid profile report|merge|diff|analyse`: what a run's timeline and captures say, without starting anything.
+"""`pellucid profile report|merge|analyse`: what a run's timeline and captures say, without starting anything.
 
 Reads run directories. Torch is imported by `analyse` alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pellucid.cli.output import write_output
-from pellucid.console import console, progress
+from pellucid.console import console
 from pellucid.errors import UserError
-from pellucid.rundir import RunDir
+from pellucid.files.rundir import RunDir
 
 if TYPE_CHECKING:
-    from pellucid.profiler.report import Report
+    from pellucid.observe.report import Report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,15 +41,14 @@ def report(
 
     [bold]pellucid profile report outputs/pellucid/demo --step 7[/bold]
     """
-    from pellucid.profiler.report.html import report_page
-    from pellucid.profiler.report.text import report_renderables
+    from pellucid.observe.report.section_views import page, renderables
+    from pellucid.observe.report.sections import report_document
 
     directory = RunDir.open(run)
-    result = _report(directory, step, last)
-    for part in report_renderables(result):
+    document = report_document(_report(directory, step, last))
+    for part in renderables(document):
         console.print(part)
-    page = html or directory.path / "timeline" / "report.html"
-    write_output(page, report_page(result), "--html", "page")
+    write_output(html or directory.path / "timeline" / "report.html", page(document), "--html", "page")
 
 
 @app.command()
@@ -59,20 +56,23 @@ def merge(
     run: Run,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where the trace goes, .json.gz or .json; the default is timeline/merged.json.gz in the run."),
+        typer.Option(
+            "--out", help="Where the trace goes, .json.gz or .json; the default is timeline/merged.json.gz in the run."
+        ),
     ] = None,
     operators: Annotated[
         bool, typer.Option("--operators/--no-operators", help="With the operators that the torch tool captured.")
     ] = True,
 ) -> None:
-    """Write one trace of all processes, for ui.perfetto.dev: stages, micro-batches, reward calls, and operators where captured.
+    """Write one trace of all processes, for ui.perfetto.dev: stages, micro-batches, reward calls, and operators where
+    captured.
 
     [bold]pellucid profile merge outputs/pellucid/demo[/bold]
     """
-    from pellucid.profiler.manifest import manifest_folder
-    from pellucid.profiler.report.build import read_manifest, torch_files
-    from pellucid.profiler.report.merge import merge as merge_traces
-    from pellucid.profiler.report.timeline import MERGED, timeline_files
+    from pellucid.observe.manifest import manifest_folder
+    from pellucid.observe.report.assemble import read_manifest, torch_files
+    from pellucid.observe.report.merge import merge as merge_traces
+    from pellucid.observe.report.timeline import MERGED, timeline_files
 
     directory = RunDir.open(run)
     path = out or directory.timeline / MERGED
@@ -83,48 +83,17 @@ def merge(
         raise UserError("--out", f"'{path}' is a part of the timeline itself.", "Name another file.")
     folder = manifest_folder(directory.path)
     captures = torch_files(read_manifest(folder), folder) if operators else []
-    size = sum(file.stat().st_size for file in [*sources, *(folder / file.path for file in captures)])
-    with _reading("merging", size) as advance:
-        done = merge_traces(directory.timeline, path, captures, folder, advance)
+    with console.status("merging"):
+        done = merge_traces(directory.timeline, path, captures, folder)
     for note in done.notes:
         console.print(note, style="yellow", markup=False)
     console.print(
         f"{done.path}: {done.num_processes} processes, {done.num_spans:,} spans, {done.num_operators:,} events of "
-        f"{done.num_captures} captures, {path.stat().st_size / 2**20:.1f} MiB\nOpen it at https://ui.perfetto.dev (nothing is uploaded).",
+        f"{done.num_captures} captures, {path.stat().st_size / 2**20:.1f} MiB\nOpen it at https://ui.perfetto.dev "
+        "(nothing is uploaded).",
         markup=False,
         soft_wrap=True,
     )
-
-
-@app.command()
-def diff(
-    run_a: Annotated[Path, typer.Argument(help="The run to compare with.")],
-    run_b: Annotated[Path, typer.Argument(help="The run that may be slower.")],
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page here too.")] = None,
-    fail_above: Annotated[
-        float | None,
-        typer.Option(
-            "--fail-above", min=1.0, help="Exit with status 1 if the step, or a stage that matters, is more than so many times slower."
-        ),
-    ] = None,
-) -> None:
-    """Show what got slower from run A to run B: stage by stage, and operator by operator where both were captured.
-
-    [bold]pellucid profile diff outputs/pellucid/before outputs/pellucid/after --fail-above 1.10[/bold]
-    """
-    from pellucid.profiler.report.compare import compare
-    from pellucid.profiler.report.html import comparison_page
-    from pellucid.profiler.report.text import comparison_renderables
-
-    comparison = compare(*(_report(RunDir.open(run), None, 200) for run in (run_a, run_b)))
-    for part in comparison_renderables(comparison):
-        console.print(part)
-    if html is not None:
-        write_output(html, comparison_page(comparison), "--html", "page")
-    if fail_above is not None and (failures := comparison.failures(fail_above)):
-        names = ", ".join(f"{row.name} {row.ratio:.2f}×" for row in failures)
-        console.print(f"slower than {fail_above:g}×: {names}", style="red", markup=False)
-        raise typer.Exit(1)
 
 
 @app.command()
@@ -136,10 +105,10 @@ def analyse(
 
     [bold]pellucid profile analyse outputs/pellucid/demo[/bold]
     """
-    from pellucid.profiler.manifest import manifest_folder
-    from pellucid.profiler.report.build import read_manifest
-    from pellucid.profiler.tools.npu import SUFFIX, Analysis
-    from pellucid.profiler.tools.npu import analyse as analyse_folder
+    from pellucid.observe.manifest import manifest_folder
+    from pellucid.observe.report.assemble import read_manifest
+    from pellucid.observe.tools.npu import SUFFIX, Analysis
+    from pellucid.observe.tools.npu import analyse as analyse_folder
 
     if not run.is_dir():
         raise UserError("RUN", f"the folder '{run}' does not exist.", "Give a run, or a folder of captures.")
@@ -160,15 +129,7 @@ def analyse(
 
 
 def _report(directory: RunDir, step: int | None, last: int) -> Report:
-    from pellucid.profiler.report.build import build_report, report_bytes
+    from pellucid.observe.report.assemble import build_report
 
-    with _reading(f"reading {directory.path.name}", report_bytes(directory, step)) as advance:
-        return build_report(directory, step=step, last_steps=last, on_read=advance)
-
-
-@contextlib.contextmanager
-def _reading(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar of the kibibytes that are read."""
-    with progress(transient=True) as bar:
-        task = bar.add_task(what, total=max(1, num_bytes // 1024), info="KiB")
-        yield lambda done: bar.advance(task, done / 1024)
+    with console.status(f"reading {directory.path.name}"):
+        return build_report(directory, step=step, last_steps=last)

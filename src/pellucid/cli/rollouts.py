@@ -18,8 +18,8 @@ from rich.text import Text
 
 from pellucid.console import console
 from pellucid.errors import UserError
-from pellucid.rollout_dump import logp_gaps, read_rollouts
-from pellucid.rundir import RunDir
+from pellucid.files.rollout_dump import logp_gaps, read_rollouts, sampled_tokens
+from pellucid.files.rundir import RunDir
 
 
 class SortKey(StrEnum):
@@ -40,7 +40,7 @@ def rollouts_command(
     max_reward: Annotated[float | None, typer.Option(help="Only samples with at most this reward.")] = None,
     uid: Annotated[str | None, typer.Option(help="Only prompts whose uid contains this text.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many samples.")] = 10,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show each token: both log-probs, their gap, its weight.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show each token: log-probs, gap, weight.")] = False,
 ) -> None:
     """Show the rollouts of one step: prompt, response, reward, and the log-probabilities of both policies."""
     directory = RunDir.open(run)
@@ -61,12 +61,14 @@ def summary(records: list[dict[str, Any]]) -> str:
     """Return the line about a whole step: samples, mean reward, failures, mean gap."""
     rewards = [record["reward"] for record in records if record["reward"] is not None]
     gaps = [gap for record in records for gap in logp_gaps(record) or []]
-    return ", ".join([
-        f"{len(records)} samples",
-        f"mean reward {sum(rewards) / len(rewards):.4f}" if rewards else "no reward",
-        f"{sum(record['failure'] is not None for record in records)} failures",
-        f"mean |gap| {sum(gaps) / len(gaps):.2e}" if gaps else "training log-probs not computed",
-    ])
+    return ", ".join(
+        [
+            f"{len(records)} samples",
+            f"mean reward {sum(rewards) / len(rewards):.4f}" if rewards else "no reward",
+            f"{sum(record['failure'] is not None for record in records)} failures",
+            f"mean |gap| {sum(gaps) / len(gaps):.2e}" if gaps else "training log-probs not computed",
+        ]
+    )
 
 
 def _existing_step(directory: RunDir, step: int | None) -> int:
@@ -91,15 +93,18 @@ def _ranges(numbers: list[int]) -> str:
 
 def _matches(record: dict[str, Any], min_reward: float | None, max_reward: float | None, uid: str | None) -> bool:
     reward = math.nan if record["reward"] is None else record["reward"]
-    return (min_reward is None or reward >= min_reward) and (max_reward is None or reward <= max_reward) \
+    return (
+        (min_reward is None or reward >= min_reward)
+        and (max_reward is None or reward <= max_reward)
         and (uid is None or uid in record["uid"])
+    )
 
 
 def _sort_value(record: dict[str, Any], sort: SortKey) -> Any:
     if sort is SortKey.uid:
         return record["uid"], record["sample"]
     if sort is SortKey.length:
-        return len(record["response_ids"])
+        return sum(sampled_tokens(record))
     if sort is SortKey.gap:
         return max(logp_gaps(record) or [-1.0])
     return -math.inf if record["reward"] is None else record["reward"]
@@ -109,7 +114,7 @@ def _panel(record: dict[str, Any], *, tokens: bool) -> Panel:
     failure, gaps = record["failure"], logp_gaps(record)
     verdict = f"failed ({failure['kind']}: {failure['message']})" if failure else f"reward {_number(record['reward'])}"
     parts = "".join(f"  {name} {_number(value)}" for name, value in record["reward_parts"].items())
-    facts = f"{verdict}{parts}  {len(record['response_ids'])} tokens  {record['finish_reason']}  {_versions(record)}"
+    facts = f"{verdict}{parts}  {_length(record)}  {record['finish_reason']}  {_versions(record)}"
     facts += f"  max |gap| {max(gaps):.1e}" if gaps else ""
     body: list[Any] = [Text(_visible(record["prompt"]), style="dim")]
     if tokens:
@@ -123,10 +128,12 @@ def _panel(record: dict[str, Any], *, tokens: bool) -> Panel:
 
 
 def _strip(record: dict[str, Any]) -> Text:
-    """Return the response with each token coloured by how unlikely the rollout policy found it."""
+    """Return the response with each token coloured by how unlikely the rollout policy found it, and given ones
+    dimmed.
+    """
     text = Text()
-    for piece, logp in zip(_pieces(record), record["rollout_logprobs"]):
-        text.append(_visible(piece), style=_logp_style(logp))
+    for piece, logp, sampled in zip(_pieces(record), record["rollout_logprobs"], sampled_tokens(record)):
+        text.append(_visible(piece), style=_logp_style(logp) if sampled else "dim")
     return text
 
 
@@ -138,15 +145,26 @@ def _token_table(record: dict[str, Any], gaps: list[float] | None) -> Table:
     for column in table.columns:
         column.justify = "right"
     table.columns[1].justify = "left"
-    rows = zip(_pieces(record), record["response_ids"], record["rollout_logprobs"])
-    for index, (piece, token, logp) in enumerate(rows):
+    rows = zip(_pieces(record), record["response_ids"], record["rollout_logprobs"], sampled_tokens(record))
+    next_gap = iter(gaps or [])
+    for index, (piece, token, logp, sampled) in enumerate(rows):
+        if not sampled:
+            table.add_row(str(index), repr(piece)[1:-1], str(token), "given", style="dim")
+            continue
         training, gap = "-", "-"
         if gaps is not None:
-            training, gap = f"{record['training_logprobs'][index]:.4f}", f"{gaps[index]:.1e}"
+            training, gap = f"{record['training_logprobs'][index]:.4f}", f"{next(next_gap):.1e}"
         shown = Text(repr(piece)[1:-1], style=_logp_style(logp))
         weight = [f"{weights[index]:.4f}"] if weights else []
         table.add_row(str(index), shown, str(token), f"{logp:.4f}", training, gap, *weight)
     return table
+
+
+def _length(record: dict[str, Any]) -> str:
+    """Return how many tokens were sampled and, where there are others, how many were given and in how many turns."""
+    sampled = sampled_tokens(record)
+    given = f" + {len(sampled) - sum(sampled)} given in {len(record['turns'])} turns" if "turns" in record else ""
+    return f"{sum(sampled)} tokens{given}"
 
 
 def _pieces(record: dict[str, Any]) -> list[str]:
@@ -166,7 +184,9 @@ def _logp_style(logp: float) -> str:
 def _versions(record: dict[str, Any]) -> str:
     if "policy_version" in record:
         return f"policy {record['policy_version']}"
-    versions = record["policy_versions"]
+    versions = [version for version in record["policy_versions"] if version >= 0]  # -1: given, not sampled
+    if len(set(versions)) == 1:
+        return f"policy {versions[0]}"
     return f"policies {min(versions)}-{max(versions)}" if versions else "no tokens"
 
 

@@ -1,23 +1,33 @@
-"""`pellucid train`: config, inputs, plan, resume, loop, record, in that order; the first mistake stops it cheaply."""
+"""`pellucid train` and `pellucid sft`: config, inputs, plan, resume, loop, record, in that order.
+
+The first mistake stops it, before a model is touched. What a run is made of is in `run.py`, what it does in `loop.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pellucid.config import RunConfig, load_config
+from pellucid.config import RunConfig, SftConfig, load_config
 from pellucid.console import console, error_console, log_to, notice
-from pellucid.controller.recording import run_recorded, say_if_recorded
-from pellucid.errors import UserError
+from pellucid.errors import NonFiniteError, UserError
+from pellucid.observe.recording import run_recorded, say_if_recorded
 
 if TYPE_CHECKING:
-    from pellucid.controller.build import Inputs, Run
-    from pellucid.rundir import RunDir
+    from pellucid.files.rundir import RunDir
+    from pellucid.loop import Job
+    from pellucid.metrics.trackers import Trackers
+    from pellucid.observe.watchdog import Watchdog
+    from pellucid.run import RlInputs, Run
+
+    Build = Callable[[Trackers, int, Watchdog], Run]
+    """From trackers, the first step and the watchdog to the run."""
 
 
 def run_training(recipe: Path, overrides: list[str]) -> None:
@@ -29,19 +39,23 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     """
     loaded = load_config(recipe, overrides)
     config = loaded.config
-    if config.global_profiler.steps and (status := run_recorded(config, ["train", str(recipe), *overrides])) is not None:
-        sys.exit(status)
+    if config.global_profiler.steps:
+        status = run_recorded(config, ["train", str(recipe), *overrides])
+        if status is not None:
+            sys.exit(status)
     recorded = say_if_recorded()
     for line in loaded.notices:
         notice(line)
     console.print(f"run directory: {config.trainer.default_local_dir}", markup=False)
 
     from pellucid import devices
-    from pellucid.checkpoint_store import CheckpointStore
-    from pellucid.controller.build import load_inputs, num_steps, print_plan
-    from pellucid.controller.checkpointing import checkpoint_step, find_checkpoint
-    from pellucid.controller.profiling import check_tools, finish, record_failures
-    from pellucid.rundir import RunDir
+    from pellucid.files.rundir import RunDir
+    from pellucid.learn import learn
+    from pellucid.loop import Job
+    from pellucid.observe.captures import check_tools, finish, record_failures
+    from pellucid.produce import produce
+    from pellucid.run import build_rl_run, load_inputs, print_plan
+    from pellucid.validation import validate
 
     if config.trainer.ray_address is None:  # a cluster's devices are on other machines
         devices.choose_device(config.trainer.device)
@@ -50,48 +64,89 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     if not config.trainer.val_only:
         print_plan(config, len(inputs.train_prompts))
     run_dir = RunDir.create(config.trainer.default_local_dir)
+
+    def build(trackers: Trackers, first_step: int, watchdog: Watchdog) -> Run:
+        return build_rl_run(config, run_dir, inputs, trackers, first_step, watchdog)
+
     with run_dir.lock(), log_to(run_dir.log), inputs.scorer:
         if config.trainer.val_only:
             _validate_only(config, run_dir, inputs)
             return
-        total_steps = num_steps(config, len(inputs.train_prompts) // config.data.train_batch_size)
-        checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
-        done = 0 if checkpoint is None else checkpoint_step(checkpoint)
-        if done >= total_steps:
-            console.print(
-                f"this run is finished: its checkpoint is at step {done} of {total_steps}. Nothing was trained. To go on, raise "
-                "trainer.total_training_steps; to start anew, set trainer.default_local_dir to a new folder, or trainer.resume_mode=disable.",
-                markup=False,
-            )
-            return
-        if checkpoint is not None:
-            console.print(
-                f"resuming from {checkpoint}: {total_steps - done} of {total_steps} steps remain",
-                style="bold",
-                markup=False,
-            )
-            _report_changes(run_dir, loaded.yaml)
         began = time.time()
         record_failures(run_dir.path, unusable)
         try:
-            _train(config, loaded.yaml, run_dir, inputs, checkpoint, done)
+            if _train(config, loaded.yaml, run_dir, len(inputs.train_prompts), build, Job(produce, learn, validate)):
+                _summary(run_dir)
         finally:
             if not recorded:
                 finish(config, run_dir.path, since=began)
 
 
-def _train(
-    config: RunConfig, resolved_yaml: str, run_dir: RunDir, inputs: Inputs, checkpoint: Path | None, done: int
-) -> None:
-    """Train, and after a rank failed as often again from the last checkpoint as `trainer.max_restarts` allows."""
-    from pellucid.checkpoint_store import CheckpointStore
-    from pellucid.controller.checkpointing import checkpoint_step
-    from pellucid.controller.placement.failures import RankFailedError
+def run_sft(recipe: Path, overrides: list[str]) -> None:
+    """Fine-tune as the recipe says, and leave the model in `<run>/model`.
 
+    Raises:
+        UserError: anything wrong with the recipe, the data or a checkpoint.
+        SystemExit: 128 + n when a signal stopped the run, 1 when NaN, Inf or a stall did.
+    """
+    loaded = load_config(recipe, overrides, SftConfig)
+    for line in loaded.notices:
+        notice(line)
+
+    from pellucid.files.rundir import RunDir
+    from pellucid.run import build_run
+    from pellucid.sft import SUPERVISED, load_sft_inputs, run_config, save_model
+
+    run_dir = RunDir.create(loaded.config.trainer.default_local_dir)
+    config = run_config(loaded.config, run_dir)
+    with run_dir.lock(), log_to(run_dir.log):
+        inputs = load_sft_inputs(loaded.config, config)
+
+        def build(trackers: Trackers, first_step: int, watchdog: Watchdog) -> Run:
+            return build_run(config, run_dir, inputs, ["actor"], trackers, first_step, watchdog)
+
+        if _train(config, loaded.yaml, run_dir, len(inputs.train_prompts), build, SUPERVISED, at_end=save_model):
+            console.print(f"model: {run_dir.path / 'model'}", markup=False)
+
+
+def _train(
+    config: RunConfig,
+    resolved_yaml: str,
+    run_dir: RunDir,
+    num_prompts: int,
+    build: Build,
+    job: Job,
+    at_end: Callable[[Run], None] = lambda run: None,
+) -> bool:
+    """Train from the last checkpoint to the end, and after a rank failed again as `trainer.max_restarts` allows.
+
+    Returns:
+        Whether there was anything left to train.
+    """
+    from pellucid.files.checkpoint_store import CheckpointStore
+    from pellucid.ranks.rank_failures import RankFailedError
+    from pellucid.run import num_steps
+    from pellucid.run_state import checkpoint_step, find_checkpoint
+
+    total_steps = num_steps(config, num_prompts // config.data.train_batch_size)
+    checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
+    done = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    if done >= total_steps:
+        console.print(
+            f"this run is finished: its checkpoint is at step {done} of {total_steps}. Nothing was trained. To go on, "
+            "raise trainer.total_training_steps; to start anew, set trainer.default_local_dir to a new folder, or "
+            "trainer.resume_mode=disable.",
+            markup=False,
+        )
+        return False
+    if checkpoint is not None:
+        left = f"{total_steps - done} of {total_steps} steps remain"
+        console.print(f"resuming from {checkpoint}: {left}", style="bold", markup=False)
+        _report_changes(run_dir, resolved_yaml)
     started_ns = time.time_ns()
     for restarts_left in reversed(range(config.trainer.max_restarts + 1)):
         try:
-            _train_once(config, resolved_yaml, run_dir, inputs, checkpoint, done)
+            _train_once(config, resolved_yaml, run_dir, checkpoint, done, build, job, at_end)
             break
         except RankFailedError as error:
             latest = CheckpointStore(run_dir.checkpoints).latest_since(started_ns)
@@ -100,22 +155,29 @@ def _train(
             left = f"the last checkpoint is of step {done}" if checkpoint else "there is no checkpoint yet"
             error_console.print(f"{error}\n{left}.", style="red", markup=False)
             if not restarts_left:
-                again = "Start the same command again to continue from there" if checkpoint else "Mend the cause and start again"
+                again = "Start the same command again" if checkpoint else "Mend the cause and start again"
                 error_console.print(f"{again}, or let trainer.max_restarts do it.", style="red", markup=False)
                 sys.exit(1)
-            console.print(f"restarting from {checkpoint or 'the beginning'} ({restarts_left} restarts left)", markup=False)
-    _summary(run_dir)
+            where = checkpoint or "the beginning"
+            console.print(f"restarting from {where} ({restarts_left} restarts left)", markup=False)
+    return True
 
 
 def _train_once(
-    config: RunConfig, resolved_yaml: str, run_dir: RunDir, inputs: Inputs, checkpoint: Path | None, done: int
+    config: RunConfig,
+    resolved_yaml: str,
+    run_dir: RunDir,
+    checkpoint: Path | None,
+    done: int,
+    build: Build,
+    job: Job,
+    at_end: Callable[[Run], None],
 ) -> None:
-    from pellucid.controller.build import build_run
-    from pellucid.controller.checkpointing import restore
-    from pellucid.controller.loop import train
-    from pellucid.controller.stall import StallEnding
+    from pellucid.files.rundir import atomic_write
+    from pellucid.loop import train
     from pellucid.metrics.trackers import open_trackers
-    from pellucid.rundir import atomic_write
+    from pellucid.observe.stall import StallEnding
+    from pellucid.run_state import restore
 
     trainer = config.trainer
     # Before the model: a tracker whose package is missing should cost no time.
@@ -130,7 +192,7 @@ def _train_once(
     stall = StallEnding(run_dir, trainer.stall_timeout_s)
     with (
         contextlib.closing(trackers),
-        contextlib.closing(build_run(config, run_dir, inputs, trackers, done + 1, stall.watchdog)) as run,
+        contextlib.closing(build(trackers, done + 1, stall.watchdog)) as run,
     ):
         stall.in_hand = run.placement.in_hand
         if checkpoint is not None:
@@ -138,16 +200,16 @@ def _train_once(
         atomic_write(run_dir.config_yaml, resolved_yaml)
         run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
         with _recorded_exit(run), stall:
-            train(run)
+            train(run, job)
+            at_end(run)
 
 
 @contextlib.contextmanager
 def _recorded_exit(run: Run) -> Iterator[None]:
     """Write why the run ended into run.json, and turn a stop or NaN into an exit status with a message."""
-    from pellucid.controller.failures import is_repeatable
-    from pellucid.controller.interrupt import StopRequested
-    from pellucid.controller.stall import StallError
-    from pellucid.training.protocol import NonFiniteError
+    from pellucid.failures import is_repeatable
+    from pellucid.interrupt import StopRequested
+    from pellucid.observe.stall import StallError
 
     reason = "finished"
     try:
@@ -163,11 +225,12 @@ def _recorded_exit(run: Run) -> Iterator[None]:
         reason = str(error)
         latest, saved = run.store.latest(), error.folder
         there = "" if saved is None else f"The batch is in {saved}. "
-        there += f"Repeat it alone: pellucid precision replay {saved}\n" if saved and is_repeatable(error.quantity) else ""
+        if saved and is_repeatable(error.quantity):
+            there += f"Repeat it alone: pellucid precision replay {saved}\n"
         error_console.print(
             f"{error}.\n{there}No checkpoint was written of it; the last one is "
-            f"{'none' if latest is None else f'step {latest}'}. Lower the learning rate, or train in float32, and start again "
-            "to continue from there.",
+            f"{'none' if latest is None else f'step {latest}'}. Lower the learning rate, or train in float32, and "
+            "start again to continue from there.",
             style="red",
             markup=False,
             emoji=False,  # `task:train:7` holds none
@@ -182,46 +245,39 @@ def _recorded_exit(run: Run) -> Iterator[None]:
 
 def _summary(run_dir: RunDir) -> None:
     """Print where validation started and ended, draw the curve, and say what to look at next."""
-    from pellucid.metrics.plots import plot_curve
+    from pellucid.metrics.plots import plot_runs
     from pellucid.metrics.trackers import read_metrics
 
     rows = read_metrics(run_dir.metrics)
-    for name in sorted(
-        {name for row in rows for name in row if name.startswith("val/") and name.endswith("/accuracy")}
-    ):
-        values = [row[name] for row in rows if name in row]
-        console.print(
-            f"{name.removeprefix('val/').removesuffix('/accuracy')} held-out accuracy: {values[0]:.1%} → {values[-1]:.1%}",
-            style="bold green",
-        )
+    for name in sorted({name for row in rows for name in row if re.fullmatch("val/.*/accuracy", name)}):
+        values, task = [row[name] for row in rows if name in row], name[4:].removesuffix("/accuracy")
+        console.print(f"{task} held-out accuracy: {values[0]:.1%} → {values[-1]:.1%}", style="bold green")
     curve = run_dir.path / "curve.png"
-    plot_curve(run_dir.metrics, curve)
-    console.print(
-        f"curve: {curve}\nrollouts: pellucid rollouts {run_dir.path}\nmodel: pellucid export {run_dir.path} --out FOLDER",
-        markup=False,
-    )
+    plot_runs({"": run_dir.metrics}, curve)
+    commands = f"rollouts: pellucid rollouts {run_dir.path}\nmodel: pellucid export {run_dir.path} --out FOLDER"
+    console.print(f"curve: {curve}\n{commands}", markup=False)
 
 
-def _validate_only(config: RunConfig, run_dir: RunDir, inputs: Inputs) -> None:
-    from pellucid.checkpoint_store import CheckpointStore
-    from pellucid.controller.build import build_run
-    from pellucid.controller.checkpointing import find_checkpoint, restore
-    from pellucid.controller.placement.failures import RankFailedError
-    from pellucid.controller.stall import StallEnding, StallError
-    from pellucid.controller.validation import validate
+def _validate_only(config: RunConfig, run_dir: RunDir, inputs: RlInputs) -> None:
+    from pellucid.files.checkpoint_store import CheckpointStore
     from pellucid.metrics.trackers import Trackers
+    from pellucid.observe.stall import StallEnding, StallError
+    from pellucid.ranks.rank_failures import RankFailedError
+    from pellucid.run import build_rl_run
+    from pellucid.run_state import find_checkpoint, restore
+    from pellucid.validation import validate
 
     if not inputs.val_prompts:
         raise UserError("trainer.val_only", "is true, but data.val_files is not set.", "Set data.val_files.")
     stall = StallEnding(run_dir, config.trainer.stall_timeout_s)
-    run = build_run(config, run_dir, inputs, Trackers({}), 1, stall.watchdog)
+    run = build_rl_run(config, run_dir, inputs, Trackers({}), 1, stall.watchdog)
     try:
         checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
         if checkpoint is not None:
             restore(run, checkpoint)
         console.print(f"validating {checkpoint or 'the model as loaded'}", markup=False)
         with stall, run.display:
-            metrics = validate(run, step=0)
+            metrics = validate(run, 0)
         for name, value in metrics.items():
             console.print(f"{name}: {value:.4g}", markup=False)
     except StallError as error:

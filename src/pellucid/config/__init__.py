@@ -5,7 +5,8 @@ No torch here: a mistake in a config is reported in a fraction of a second.
 
 from pellucid.config.convert import ConfigError
 from pellucid.config.load import Loaded, load_config, to_yaml
-from pellucid.config.plan import ModelFacts, Plan, build_plan, read_model_facts
+from pellucid.config.model_facts import ModelFacts, read_model_facts
+from pellucid.config.plan import Plan, build_plan
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.validate import validate
 

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pellucid.config.trees import Tree
 from pellucid.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def read_yaml(path: Path) -> DictConfig:
     return tree
 
 
-def compose_user_tree(source: str | Path | None, overrides: list[str]) -> DictConfig:
+def compose_user_tree(source: str | Path | None, overrides: list[str]) -> Tree:
     """Compose a recipe and overrides into the tree of keys that the user set.
 
     Args:
@@ -59,6 +60,7 @@ def compose_user_tree(source: str | Path | None, overrides: list[str]) -> DictCo
     import yaml
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -68,15 +70,20 @@ def compose_user_tree(source: str | Path | None, overrides: list[str]) -> DictCo
     ConfigStore.instance().store(name=RECIPE, node=recipe)
     words = [_override(word, folder) for word in overrides]
     try:
-        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            tree = compose(config_name=RECIPE, overrides=words)
+        if "defaults" in recipe or not all(word.startswith("++") for word in words):
+            with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+                tree = compose(config_name=RECIPE, overrides=words)
+        else:  # there is nothing to look up, and Hydra would take ten times as long to set the same keys
+            tree = recipe
+            for override in OverridesParser.create().parse_overrides(words):
+                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)
     except yaml.YAMLError as error:
         raise _syntax_error(error, str(source)) from error
     except (HydraException, OmegaConfBaseException) as error:
         reason = str(error).split("\nfull_key")[0].replace(RECIPE, str(source))
         raise UserError(str(source or "overrides"), f"cannot be composed: {reason.strip()}") from error
-    OmegaConf.set_struct(tree, False)
-    return tree
+    plain: Any = OmegaConf.to_container(tree, resolve=False)
+    return plain
 
 
 def _override(word: str, folder: Path) -> str:

@@ -19,6 +19,7 @@ from pellucid.config.fields import (
     default_of,
     is_import_path,
     link_of,
+    yaml_word,
 )
 from pellucid.errors import UserError, did_you_mean, nearest
 
@@ -48,8 +49,11 @@ def hints_of(cls: type) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in dataclasses.fields(cls)}
 
 
+@cache
 def defaults_tree(cls: type) -> dict[str, Any]:
-    """Return a section's defaults as a YAML tree, with interpolations and `???` where the schema has them."""
+    """Return a section's defaults as a YAML tree, with interpolations and `???` where the schema has them; not to
+    be changed.
+    """
     hints = hints_of(cls)
     return {
         item.name: defaults_tree(hints[item.name]) if dataclasses.is_dataclass(hints[item.name]) else default_of(item)
@@ -57,6 +61,7 @@ def defaults_tree(cls: type) -> dict[str, Any]:
     }
 
 
+@cache
 def flat_hints(cls: type, prefix: str = "") -> dict[str, Any]:
     """Return dotted key → annotated type for each leaf of the schema, sections included with their dataclass."""
     flat: dict[str, Any] = {}
@@ -121,12 +126,15 @@ def _section(
     """Build one section; a mistake in a key that may follow another one goes to `followed`, any other to `own`."""
     values: dict[str, Any] = {}
     for item, (name, hint) in zip(dataclasses.fields(cls), hints_of(cls).items()):
+        value = tree.get(name)
         if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(prefix + name, "its interpolation gives a value, but this is a section of keys.")
             errors = followed if item.metadata.get("follows") else own
-            values[name] = _section(hint, tree[name], f"{prefix}{name}.", errors, followed, notices)
+            values[name] = _section(hint, value, f"{prefix}{name}.", errors, followed, notices)
             continue
         try:
-            values[name] = _value(tree[name], hint, prefix + name, notices)
+            values[name] = _value(value, hint, prefix + name, notices)
         except UserError as error:
             (own if link_of(item) is None else followed).append(error)
     return None if own or followed else cls(**values)
@@ -215,6 +223,4 @@ def _scalar(value: Any, hint: type) -> Any:
 
 def _shown(value: Any) -> str:
     """Return a value as it would be written in YAML, text in quotes."""
-    if isinstance(value, str):
-        return f"'{value}'"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"'{value}'" if isinstance(value, str) else yaml_word(value)

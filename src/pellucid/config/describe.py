@@ -1,7 +1,7 @@
 """The schema as people read it: annotated YAML, the list of keys, and the Markdown reference.
 
-Everything is derived from the dataclasses and their field docstrings; `python -m pellucid.config.describe` rewrites the
-shipped files, and a test fails when they are stale.
+Everything is derived from the dataclasses and their field docstrings; `python -m pellucid.config.describe` rewrites
+`docs/config.md`, and a test fails when it is stale.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from pellucid.config.convert import defaults_tree, hints_of, type_text
 from pellucid.config.fields import default_of
 from pellucid.config.schema import RunConfig, SftConfig
 
-DEFAULTS = Path(__file__).parent / "defaults"
-_HEAD = """# Generated from the schema by `pellucid config show --annotated`; do not edit.
+_HEAD = """# Made from the schema by `pellucid config show --annotated`.
 # Each field has its comment above it, and one blank line separates fields.
 """
 
@@ -139,43 +138,23 @@ def _sections(root: type) -> Iterator[list[str]]:
 
     A section of a kind that was described before refers to that one.
     """
-    entries = list(keys(root))
     described: dict[type, str] = {}
     skipped: tuple[str, ...] = ()
-    for section in (entry for entry in entries if entry.is_section):
-        if section.name.startswith(skipped):
-            continue
+    for section in (key for key in keys(root) if key.is_section and not key.name.startswith(skipped)):
         kind = hints_of(section.of)[section.name.rpartition(".")[2]]
+        yield ["", f"### {section.name}", ""]
         if described.setdefault(kind, section.name) != section.name:
             skipped += (f"{section.name}.",)
-            yield ["", f"### {section.name}", "", f"{section.doc} Its keys are those of `{described[kind]}`."]
+            yield [f"{section.doc} Its keys are those of `{described[kind]}`."]
             continue
-        inside = [key for key in entries if not key.is_section and key.name.rpartition(".")[0] == section.name]
-        rows = [(f"`{key.name}`", key.type, f"`{key.default}`", key.doc) for key in inside]
-        table = ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"] if rows else []
-        yield [
-            "",
-            f"### {section.name}",
-            "",
-            section.doc,
-            *table,
-            *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows),
-        ]
-
-
-def generated_files(docs: Path) -> dict[Path, str]:
-    """Return each generated file with the text it should have.
-
-    Args:
-        docs: the repository's documentation folder.
-    """
-    return {
-        DEFAULTS / "run.yaml": annotated_yaml(RunConfig),
-        DEFAULTS / "sft.yaml": annotated_yaml(SftConfig),
-        docs / "config.md": markdown(),
-    }
+        yield [section.doc]
+        inside = [key for key in keys(kind, f"{section.name}.") if key.of is kind and not key.is_section]
+        if inside:
+            yield ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for key in inside:
+            cells = (f"`{key.name}`", key.type, f"`{key.default}`", key.doc)
+            yield ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"]
 
 
 if __name__ == "__main__":
-    for file, text in generated_files(Path("docs")).items():
-        file.write_text(text, encoding="utf-8")
+    Path("docs/config.md").write_text(markdown(), encoding="utf-8")

@@ -1,11 +1,12 @@
-"""The vocabulary the schema is written in: ranges, lengths, alias words, defaults that follow another key.
+"""The vocabulary the schema is written in: ranges, lengths, alias words, what a field follows and what it needs to act.
 
-The sections in `schema/` use these; `convert.py` enforces them and `describe.py` prints them.
+The sections in `schema/` use these; `convert.py` and `validate/effects.py` enforce them and `describe.py` prints them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -78,25 +79,79 @@ class OrImportPath:
         return "or an import path"
 
 
+def yaml_word(value: Any) -> str:
+    """Return a value as it is written in YAML, text without quotes."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def is_import_path(text: str) -> bool:
     """Tell whether `text` has the form of an import path; whether it leads anywhere is found out on loading."""
     return re.fullmatch(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*", text) is not None
 
 
-def link(target: str) -> dict[str, str]:
-    """Return the metadata of a field whose value follows another key unless it is set; null means "follow" too.
+@dataclass(frozen=True, init=False)
+class Needs:
+    """What must hold for a field to act: another key of the config has one of some values, or is switched on."""
+
+    key: str
+    """Dotted key or property of the root; a leading dot means the field's own section."""
+    values: tuple[Any, ...]
+    """Values with which the field acts, a function of the user's among them; empty: all but false, null, 0 and []."""
+    otherwise: str
+    """Why the field does nothing, after "has no effect"; `{0.a.b}` stands for a key. Empty: made from key and value."""
+    remedy: str
+    """What to set so that the field acts; empty: made from key and values."""
+
+    def __init__(self, key: str, *values: Any, otherwise: str = "", remedy: str = "") -> None:
+        for name, value in (("key", key), ("values", values), ("otherwise", otherwise), ("remedy", remedy)):
+            object.__setattr__(self, name, value)
+
+    def missing(self, root: Any, section: str) -> tuple[str, str] | None:
+        """Return why a field of `section` does nothing under the config `root`, and the remedy; None where it acts."""
+        key = f"{section}{self.key}" if self.key.startswith(".") else self.key
+        value: Any = operator.attrgetter(key.lstrip("."))(root)
+        if value in self.values or (is_import_path(str(value)) if self.values else value):
+            return None
+        if self.values:
+            why = f"with {key.rpartition('.')[2]}: {value}"
+            remedy = (
+                f"Set {key}: {self.values[0]}" if len(self.values) == 1 else f"Set {key} to {' or '.join(self.values)}"
+            )
+        else:
+            shown = "empty" if value == [] else yaml_word(value)
+            why = f"while {key} is {shown}"
+            remedy = f"Set {key}: true" if value is False else f"Set {key}"
+        return self.otherwise.format(root) or why, self.remedy or remedy
+
+
+def option(
+    default: Any,
+    *,
+    link: str | None = None,
+    needs: Needs | tuple[Needs, ...] = (),
+    null_is_off: bool = False,
+    follows: bool = False,
+) -> Any:
+    """Return a dataclass field that says more than its type and default.
 
     Args:
-        target: the interpolation that supplies the value, e.g. `${trainer.seed}`. The field's own default is what it
-            gives when everything is at its default, for objects built in code.
+        default: the value, or a callable that makes it (a section's class, `list`).
+        link: the interpolation that supplies the value until the key is set, e.g. `${trainer.seed}`; null means
+            "follow" too. `default` is what it gives when everything is at its default, for objects built in code.
+        needs: what must hold for the field, or for all fields of the section, to act; a change of one that does not is
+            an error.
+        null_is_off: users may set the section to null, which leaves all its keys at their defaults.
+        follows: the section takes what is not set from another section, all of it when it is null.
     """
-    return {"link": target}
-
-
-NULL_IS_OFF = {"null_is_off": True}
-"""Metadata of a section that users may set to null, which leaves all its keys at their defaults."""
-NULL_FOLLOWS = {**NULL_IS_OFF, "follows": True}
-"""Metadata of a section that takes what is not set from another section, all of it when it is null."""
+    metadata = {
+        "link": link,
+        "needs": (needs,) if isinstance(needs, Needs) else needs,
+        "null_is_off": null_is_off or follows,
+        "follows": follows,
+    }
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def link_of(item: dataclasses.Field[Any]) -> str | None:

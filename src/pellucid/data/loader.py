@@ -28,11 +28,9 @@ class PromptLoader:
 
     def __init__(self, prompts: list[Prompt], batch_size: int, shuffle: bool, seed: int) -> None:
         if len(prompts) < batch_size:
-            raise UserError(
-                "data.train_batch_size",
-                f"a batch of {batch_size} prompts cannot be filled from {len(prompts)} prompts.",
-                f"Set it to {len(prompts)} or less, or bring more data.",
-            )
+            reason = f"a batch of {batch_size} prompts cannot be filled from {len(prompts)} prompts."
+            remedy = f"Set it to {len(prompts)} or less, or bring more data."
+            raise UserError("data.train_batch_size", reason, remedy)
         self._prompts, self._batch_size, self._shuffle, self._seed = prompts, batch_size, shuffle, seed
         self._epoch, self._position = 0, 0
         self._order = self._epoch_order()
@@ -72,24 +70,17 @@ class PromptLoader:
         Raises:
             UserError: the state belongs to another data set, or to another order of it.
         """
-        if state["num_prompts"] != len(self._prompts) or state["fingerprint"] != self._fingerprint:
-            changed = (
-                f"{state['num_prompts']} prompts then, {len(self._prompts)} now"
-                if state["num_prompts"] != len(self._prompts)
-                else f"{len(self._prompts)} prompts then and now, but their content or order differs"
-            )
-            raise UserError(
-                "data.train_files",
-                f"the checkpoint's position is in another data set ({changed}).",
-                "Resume with the data (and tokenizer and length filter) that the run began with, or start a new run.",
-            )
-        for key, now in (("shuffle", self._shuffle), ("seed", self._seed)):
-            if state[key] != now:
-                raise UserError(
-                    f"data.{key}",
-                    f"is {now}, but the checkpoint's position is in an order made with {state[key]}.",
-                    f"Resume with data.{key}={state[key]}, or start a new run.",
-                )
+        now, then = len(self._prompts), state["num_prompts"]
+        if then != now or state["fingerprint"] != self._fingerprint:
+            same_number = f"{now} prompts then and now, but their content or order differs"
+            changed = f"{then} prompts then, {now} now" if then != now else same_number
+            reason = f"the checkpoint's position is in another data set ({changed})."
+            remedy = "Resume with the data, tokenizer and length filter that the run began with, or start a new run."
+            raise UserError("data.train_files", reason, remedy)
+        for key, value in (("shuffle", self._shuffle), ("seed", self._seed)):
+            if state[key] != value:
+                reason = f"is {value}, but the checkpoint's position is in an order made with {state[key]}."
+                raise UserError(f"data.{key}", reason, f"Resume with data.{key}={state[key]}, or start a new run.")
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._epoch_order()
         self._roll_over()

@@ -35,12 +35,9 @@ class PromptSet:
 
     def describe(self) -> str:
         """Return one line such as "7473 rows, 12 dropped: prompt longer than 512 tokens"."""
-        rows = f"{self.num_rows} row{'s' if self.num_rows != 1 else ''}"
-        return rows + (
-            f", {self.num_dropped} dropped: prompt longer than {self.max_prompt_length} tokens"
-            if self.num_dropped
-            else ""
-        )
+        rows = f"{self.num_rows} row{'s' * (self.num_rows != 1)}"
+        dropped = f", {self.num_dropped} dropped: prompt longer than {self.max_prompt_length} tokens"
+        return rows + (dropped if self.num_dropped else "")
 
 
 def build_prompts(config: DataConfig, tokenizer: Any, split: Literal["train", "val"]) -> PromptSet:
@@ -79,11 +76,8 @@ def build_prompts(config: DataConfig, tokenizer: Any, split: Literal["train", "v
     result = PromptSet(fitting, len(rows), len(prompts) - len(fitting), config.max_prompt_length)
     if not fitting:
         shortest = min(len(prompt.token_ids) for prompt in prompts)
-        raise UserError(
-            field,
-            f"no prompt is left ({result.describe()}; the shortest has {shortest}).",
-            f"Set data.max_prompt_length to {shortest} or more.",
-        )
+        reason = f"no prompt is left ({result.describe()}; the shortest has {shortest})."
+        raise UserError(field, reason, f"Set data.max_prompt_length to {shortest} or more.")
     return result
 
 
@@ -94,11 +88,8 @@ def uses_template(tokenizer: Any, chat_template: str) -> bool:
         UserError: `always`, and the tokenizer has none.
     """
     if chat_template == "always" and not tokenizer.chat_template:
-        raise UserError(
-            "data.chat_template",
-            "is 'always', but the tokenizer has no chat template.",
-            "Use 'auto' or 'never', or a chat model.",
-        )
+        reason = "is 'always', but the tokenizer has no chat template."
+        raise UserError("data.chat_template", reason, "Use 'auto' or 'never', or a chat model.")
     return chat_template != "never" and bool(tokenizer.chat_template)
 
 
@@ -131,36 +122,24 @@ def render(
     if templated:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), messages
     if system_prompt:
-        raise UserError(
-            "data.system_prompt",
-            "is set, but the prompts go without a chat template.",
-            "Remove it, or use a tokenizer with a chat template.",
-        )
+        reason = "is set, but the prompts go without a chat template."
+        raise UserError("data.system_prompt", reason, "Remove it, or use a tokenizer with a chat template.")
     if any(message["role"] not in ("system", "user") for message in messages):
-        raise UserError(
-            "data.chat_template",
-            "a prompt is a chat with assistant turns, which cannot be written without a chat template.",
-            "Use a tokenizer with a chat template, or a prompt column of plain text.",
-        )
+        reason = "a prompt is a chat with assistant turns, which cannot be written without a chat template."
+        remedy = "Use a tokenizer with a chat template, or a prompt column of plain text."
+        raise UserError("data.chat_template", reason, remedy)
     return "\n\n".join(message["content"] for message in messages), messages
 
 
 def _checked_chat(prompt: Any) -> list[dict[str, Any]]:
     """Return a chat without empty keys (parquet fills those in)."""
-    is_chat = (
-        isinstance(prompt, list)
-        and prompt
-        and all(
-            isinstance(message, dict) and {"role", "content"} <= message.keys() and isinstance(message["content"], str)
-            for message in prompt
-        )
-    )
-    if not is_chat:
-        raise UserError(
-            "data.prompt_key",
-            f"a prompt is neither text nor a chat: {str(prompt)[:80]}",
-            'A chat is a list such as [{"role": "user", "content": "..."}].',
-        )
+    messages = prompt if isinstance(prompt, list) else [None]
+    if not messages or not all(
+        isinstance(message, dict) and "role" in message and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        remedy = 'A chat is a list such as [{"role": "user", "content": "..."}].'
+        raise UserError("data.prompt_key", f"a prompt is neither text nor a chat: {str(prompt)[:80]}", remedy)
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
@@ -175,11 +154,9 @@ def encode_text(texts: list[str], tokenizer: Any, templated: bool) -> list[list[
 
 
 def _read_rows(config: DataConfig, tokenizer: Any, split: str, field: str) -> list[dict[str, Any]]:
-    files, limit = (
-        (config.train_files, config.train_max_samples)
-        if split == "train"
-        else (config.val_files, config.val_max_samples)
-    )
+    files, limit = config.train_files, config.train_max_samples
+    if split == "val":
+        files, limit = config.val_files, config.val_max_samples
     if files is None:
         raise UserError(field, "is not set.", "Name a file, hub id or task.")
     if config.custom_cls.path:
@@ -202,37 +179,25 @@ def _encode_chunk(
     for index, row in enumerate(rows, start):
         for key, used in (("prompt_key", config.prompt_key), ("reward_fn_key", config.reward_fn_key)):
             if used not in row:
-                raise UserError(
-                    f"data.{key}",
-                    f"row {index} of {field} has no column '{used}' (it has {', '.join(row)}).",
-                    did_you_mean(used, row),
-                )
+                raise _missing_column(f"data.{key}", used, row, f"row {index} of {field}")
         columns = dict(row)
         task = str(columns.pop(config.reward_fn_key))
         text, messages = render(columns.pop(config.prompt_key), tokenizer, templated, config.system_prompt)
-        answer = _take_answer(columns, config.answer_key, index, field)
-        extra_info = columns.pop("extra_info", None)
-        prompts.append(
-            Prompt(
-                uid=f"{task}:{split}:{index}",
-                token_ids=[],
-                text=text,
-                task=task,
-                answer=answer,
-                messages=messages if config.return_raw_chat else None,
-                extra={**columns, **(extra_info or {})},
-            )
-        )
-    for index, (prompt, ids) in enumerate(
-        zip(prompts, encode_text([prompt.text for prompt in prompts], tokenizer, templated)), start
-    ):
+        answer = _take_answer(columns, config.answer_key, f"row {index} of {field}")
+        extra_info = columns.pop("extra_info", None) or {}
+        prompt = Prompt(f"{task}:{split}:{index}", [], text, task, answer, extra={**columns, **extra_info})
+        if config.return_raw_chat:
+            prompt.messages = messages
+        prompts.append(prompt)
+    encoded = encode_text([prompt.text for prompt in prompts], tokenizer, templated)
+    for index, (prompt, ids) in enumerate(zip(prompts, encoded), start):
         if not ids:
             raise UserError(field, f"the prompt of row {index} is empty.", "Remove that row.")
         prompt.token_ids = ids
     return prompts
 
 
-def _take_answer(columns: dict[str, Any], answer_key: str, index: int, field: str) -> Any:
+def _take_answer(columns: dict[str, Any], answer_key: str, place: str) -> Any:
     """Remove and return the answer column; verl's `reward_model.ground_truth` stands in when there is none.
 
     A row may have no answer at all (some rewards need none), but only under the default `answer_key`.
@@ -243,12 +208,13 @@ def _take_answer(columns: dict[str, Any], answer_key: str, index: int, field: st
     if isinstance(verl_column, dict) and "ground_truth" in verl_column:
         return verl_column["ground_truth"]
     if answer_key != "answer":
-        raise UserError(
-            "data.answer_key",
-            f"row {index} of {field} has no column '{answer_key}' (it has {', '.join(columns)}).",
-            did_you_mean(answer_key, columns),
-        )
+        raise _missing_column("data.answer_key", answer_key, columns, place)
     return None
+
+
+def _missing_column(field: str, name: str, columns: dict[str, Any], place: str) -> UserError:
+    reason = f"{place} has no column '{name}' (it has {', '.join(columns)})."
+    return UserError(field, reason, did_you_mean(name, columns))
 
 
 def _truncate(prompt: Prompt, config: DataConfig, tokenizer: Any) -> Prompt:
@@ -257,11 +223,9 @@ def _truncate(prompt: Prompt, config: DataConfig, tokenizer: Any) -> Prompt:
     if len(ids) <= limit:
         return prompt
     if config.truncation == "error":
-        raise UserError(
-            "data.max_prompt_length",
-            f"the prompt of row {prompt.uid} has {len(ids)} tokens; the limit is {limit}.",
-            "Raise it, set data.filter_overlong_prompts=true to drop such rows, or data.truncation=left|right|middle.",
-        )
+        reason = f"the prompt of row {prompt.uid} has {len(ids)} tokens; the limit is {limit}."
+        remedy = "Raise it, set data.filter_overlong_prompts=true to drop it, or data.truncation=left|right|middle."
+        raise UserError("data.max_prompt_length", reason, remedy)
     head = {"left": 0, "right": limit, "middle": limit // 2}[config.truncation]
     prompt.token_ids = ids[:head] + ids[len(ids) - (limit - head) :]
     prompt.text = tokenizer.decode(prompt.token_ids)

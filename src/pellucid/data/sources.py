@@ -44,20 +44,14 @@ def _load_source(source: str, field: str, split: str) -> list[dict[str, Any]]:
     if _looks_like_hub_id(source):
         name, args = _parse_query(source, field)
         if unknown := [key for key in args if key not in ("name", "split")]:
-            raise UserError(
-                field,
-                f"'{source}': a hub data set has no argument '{unknown[0]}'.",
-                did_you_mean(unknown[0], ("name", "split")),
-            )
+            reason = f"'{source}': a hub data set has no argument '{unknown[0]}'."
+            raise UserError(field, reason, did_you_mean(unknown[0], ("name", "split")))
         rows = load_hub(name, field, args.get("split", split), args.get("name"))
     else:
         path = existing_file(Path(source).expanduser(), field)
         if path.suffix not in READERS:
-            raise UserError(
-                field,
-                f"'{source}': files that end in '{path.suffix}' are not read.",
-                f"Convert it to {' or '.join(READERS)}.",
-            )
+            reason = f"'{source}': files that end in '{path.suffix}' are not read."
+            raise UserError(field, reason, f"Convert it to {' or '.join(READERS)}.")
         name, rows = path.stem, READERS[path.suffix](path, field)
     for row in rows:
         row.setdefault("data_source", name)
@@ -79,10 +73,7 @@ def _parse_query(uri: str, field: str) -> tuple[str, dict[str, str]]:
     for part in query.split("&") if query else []:
         key, equals, value = part.partition("=")
         if not equals or not key or key in args:
-            raise UserError(
-                field,
-                f"'{uri}': '{part}' is {'given twice' if key in args else 'not key=value'}.",
-                "Write task:NAME?key=value&key=value",
-            )
+            problem = "given twice" if key in args else "not key=value"
+            raise UserError(field, f"'{uri}': '{part}' is {problem}.", "Write task:NAME?key=value&key=value")
         args[key] = unquote(value)
     return name, args

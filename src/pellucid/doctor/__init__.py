@@ -1,6 +1,6 @@
-"""What can be known before a run starts: the checks of `pellucid doctor`, most deadly first.
+"""The checks of `pellucid doctor`: what can be known before a run starts, most deadly first.
 
-They read the machine and, where one is given, a recipe and the shape of its model; no model is loaded and nothing is kept.
+They read the machine and, where one is given, a recipe and the shape of its model; they load no model and keep nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pellucid.errors import UserError
 __all__ = ["Finding", "Status", "examine"]
 
 _TOKEN_BYTES = 48
-"""Bytes that a sampled token takes in shared memory: ids, versions and the numbers of a `Batch`, four bytes each."""
+"""Bytes that a sampled token takes in shared memory: ids, versions and the numbers of a batch, four bytes each."""
 
 
 def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:

@@ -36,3 +36,8 @@ def size(num_bytes: float) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, e.g. `1 rank` or `2 ranks`."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""Checks of what computes: devices and cores against ranks, memory against the plan, number formats against the chip."""
+"""Checks of what computes: devices and cores against ranks, memory against the plan, bfloat16 against float32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from pellucid.config.plan import Plan
-from pellucid.doctor.findings import Finding, Status, size
+from pellucid.doctor.findings import Finding, Status, counted, size
 from pellucid.doctor.machine import Machine
 
 PROCESS_BYTES = 400 * 2**20
@@ -14,84 +14,63 @@ PROCESS_BYTES = 400 * 2**20
 _TIGHT = 0.9
 """Share of the free memory from which the estimate, whose activations are rough, is cutting it fine."""
 _LESS_MEMORY = (
-    "End other processes; lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu or actor_rollout_ref.rollout.max_num_seqs; "
-    "or set actor_rollout_ref.model.enable_gradient_checkpointing: true."
+    "End other processes; lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu or "
+    "actor_rollout_ref.rollout.max_num_seqs; or set actor_rollout_ref.model.enable_gradient_checkpointing: true."
 )
 
 
 def check_devices(machine: Machine, num_ranks: int | None) -> Finding:
-    """Check that each rank of this machine has a device, or cores, of its own.
-
-    Args:
-        machine: what is there.
-        num_ranks: ranks that the recipe puts on this machine; None when none are known.
-    """
-    found, there = _devices(machine), len(machine.devices) if machine.devices else machine.cores
+    """Check that each of this machine's `num_ranks` ranks has a device, or a core, of its own; None is unknown."""
+    available = len(machine.devices) or machine.cores
+    if machine.devices:
+        names = [f"{device.name} {size(device.memory_bytes)}" for device in machine.devices]
+        found = f"{machine.kind}: " + ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+        if machine.kind == "cuda" and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            found += f" (CUDA_VISIBLE_DEVICES={visible})"
+    else:
+        found = f"cpu, {counted(machine.cores, 'core')}"
     if num_ranks is None:
         return Finding("devices", found)
-    found += f"; {num_ranks} rank{'s' * (num_ranks > 1)}"
-    if num_ranks > there:
-        remedy = (
-            f"Ask for at most {there} ranks (trainer.n_gpus_per_node), or join a larger cluster (trainer.ray_address)."
-        )
-        return Finding("devices", f"{found}, each of which needs one of its own", "problem", remedy)
-    return Finding("devices", found)
-
-
-def _devices(machine: Machine) -> str:
-    if not machine.devices:
-        return f"cpu, {machine.cores} core{'s' * (machine.cores > 1)}"
-    names = [f"{device.name} {size(device.memory_bytes)}" for device in machine.devices]
-    models = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if machine.kind == "cuda" else None
-    return f"{machine.kind}: {models}" + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
+    found += f"; {counted(num_ranks, 'rank')}"
+    if num_ranks <= available:
+        return Finding("devices", found)
+    remedy = f"Ask for at most {available} ranks (trainer.n_gpus_per_node), or join a cluster (trainer.ray_address)."
+    return Finding("devices", f"{found}, each of which needs one of its own", "problem", remedy)
 
 
 def check_cores(machine: Machine, num_ranks: int) -> Finding:
-    """Check that the threads that compute have a core each, and that no core is left without.
-
-    Args:
-        machine: what is there.
-        num_ranks: ranks on this machine, which share its cores evenly.
-    """
+    """Check that the threads of the ranks, which share this machine's cores evenly, have a core each and use all."""
     import torch
 
     threads = torch.get_num_threads() if num_ranks == 1 else max(1, machine.cores // num_ranks) * num_ranks
-    found = f"{threads} thread{'s' * (threads > 1)} on {machine.cores} core{'s' * (machine.cores > 1)}"
+    found, remedy = f"{counted(threads, 'thread')} on {counted(machine.cores, 'core')}", ""
     if machine.core_quota is not None and machine.core_quota < threads:
         found += f", of which the container may use {machine.core_quota:g}"
         remedy = f"Raise the container's CPU limit to {threads}, or bind it to fewer cores (taskset, cpuset)."
-        return Finding("cores", found, "warning", remedy)
-    if num_ranks == 1 and threads > machine.cores:
-        return Finding("cores", found, "warning", f"Set OMP_NUM_THREADS to {machine.cores}, or unset it.")
-    if machine.kind == "cpu" and num_ranks == 1 and threads < machine.cores // 2:
-        return Finding("cores", found, "warning", "Unset OMP_NUM_THREADS, or raise it, to compute with all cores.")
-    return Finding("cores", found)
+    elif num_ranks == 1 and threads > machine.cores:
+        remedy = f"Set OMP_NUM_THREADS to {machine.cores}, or unset it."
+    elif num_ranks == 1 and machine.kind == "cpu" and threads < machine.cores // 2:
+        remedy = "Unset OMP_NUM_THREADS, or raise it, to compute with all cores."
+    return Finding("cores", found, "warning" if remedy else "ok", remedy)
 
 
 def check_memory(machine: Machine, plan: Plan | None, num_ranks: int | None) -> Iterator[Finding]:
-    """Check RAM, and the memory of the devices, against the plan's estimate.
-
-    Args:
-        machine: what is there.
-        plan: the recipe's; None without a recipe.
-        num_ranks: ranks on this machine; None when none are known.
-    """
+    """Check RAM, and the memory of the devices, against the plan's estimate for this machine's ranks."""
     free, ram = machine.free_memory_bytes, f"{size(machine.free_memory_bytes)} of {size(machine.memory_bytes)} free"
     if plan is None or plan.memory is None or num_ranks is None:
         unknown = "; what the model needs is not known, its files are not at hand" if plan and not plan.memory else ""
         yield Finding("memory", ram + unknown)
         return
-    policy = plan.num_ranks // plan.num_machines
+    policy = plan.config.num_ranks // plan.config.trainer.nnodes
     # Ranks beyond the policy's are those of roles with ranks of their own.
-    pools = [plan.pool_bytes.get(role, 0) for role, count in plan.pools.items() for _ in range(count)]
+    counts = plan.config.trainer.resource_pools
+    pools = [plan.pool_bytes.get(role, 0) for role, count in counts.items() for _ in range(count)]
     own = pools[: num_ranks - policy]
     parts = {f"processes {_times(num_ranks, PROCESS_BYTES)}": num_ranks * PROCESS_BYTES}
     if machine.devices:
         fullest, largest = min(device.free_bytes for device in machine.devices), max([plan.memory.total, *own])
-        yield _against(
-            "device memory", f"{size(fullest)} free on the fullest; {size(largest)} a rank", largest, fullest
-        )
+        found = f"{size(fullest)} free on the fullest; {size(largest)} a rank"
+        yield _compare("device memory", found, largest, fullest)
         parts[f"offloaded {_times(policy, plan.memory.offloaded)}"] = policy * plan.memory.offloaded
     else:
         held = plan.memory.total + plan.memory.offloaded
@@ -99,14 +78,14 @@ def check_memory(machine: Machine, plan: Plan | None, num_ranks: int | None) -> 
         parts[f"roles with ranks of their own {size(sum(own))}"] = sum(own)
     needed = sum(parts.values())
     sums = " + ".join(text for text, num_bytes in parts.items() if num_bytes)
-    yield _against("memory", f"{ram}; {sums} = {size(needed)}", needed, free)
+    yield _compare("memory", f"{ram}; {sums} = {size(needed)}", needed, free)
 
 
 def _times(count: int, num_bytes: int) -> str:
     return f"{count} × {size(num_bytes)}" if count > 1 else size(num_bytes)
 
 
-def _against(name: str, found: str, needed_bytes: int, free_bytes: int) -> Finding:
+def _compare(name: str, found: str, needed_bytes: int, free_bytes: int) -> Finding:
     if needed_bytes <= _TIGHT * free_bytes:
         return Finding(name, f"{found} needed (estimate)")
     status: Status = "problem" if needed_bytes > free_bytes else "warning"
@@ -119,12 +98,14 @@ def check_bfloat16(machine: Machine) -> Finding:
 
     from pellucid.devices import measure_gemm_flops
 
-    remedy = "Set actor_rollout_ref.model.dtype: float32."
     if machine.kind == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return Finding("bfloat16", "the GPU has it")
-        return Finding("bfloat16", "the GPU emulates it, slowly", "warning", remedy)
-    device = torch.device(machine.kind)
-    ratio = measure_gemm_flops(device, torch.bfloat16, size=512) / measure_gemm_flops(device, torch.float32, size=512)
-    found = f"a product of matrices runs at {ratio:.2g} × the speed of float32"
-    return Finding("bfloat16", found) if ratio > 0.5 else Finding("bfloat16", found, "warning", remedy)
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        found = "the GPU has it" if fast else "the GPU emulates it, slowly"
+    else:
+        device = torch.device(machine.kind)
+        speed = {dtype: measure_gemm_flops(device, dtype, size=512) for dtype in (torch.bfloat16, torch.float32)}
+        ratio = speed[torch.bfloat16] / speed[torch.float32]
+        fast, found = ratio > 0.5, f"a product of matrices runs at {ratio:.2g} × the speed of float32"
+    if fast:
+        return Finding("bfloat16", found)
+    return Finding("bfloat16", found, "warning", "Set actor_rollout_ref.model.dtype: float32.")

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -49,10 +48,7 @@ class Machine:
 
 
 def read_machine(device: str) -> Machine:
-    """Read the machine.
-
-    Args:
-        device: `trainer.device`: auto, cpu, cuda or npu.
+    """Read the machine; `device` is `trainer.device`: auto, cpu, cuda or npu.
 
     Raises:
         UserError: there is no such device.
@@ -63,9 +59,15 @@ def read_machine(device: str) -> Machine:
 
     kind = choose_device(device).type
     memory, limits = psutil.virtual_memory(), memory_limits()
+    devices = []
+    if kind != "cpu":
+        module = torch.get_device_module(kind)
+        for index in range(module.device_count()):
+            free_bytes, memory_bytes = module.mem_get_info(index)
+            devices.append(Device(module.get_device_name(index), memory_bytes, free_bytes))
     return Machine(
         kind=kind,
-        devices=() if kind == "cpu" else tuple(_devices(torch.get_device_module(kind))),
+        devices=tuple(devices),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         core_quota=min(core_quotas(), default=None),
         memory_bytes=min([memory.total, *(limit for limit, _ in limits)]),
@@ -74,66 +76,43 @@ def read_machine(device: str) -> Machine:
     )
 
 
-def _devices(module: Any) -> Iterator[Device]:
-    """Yield the devices that `torch.cuda`, or a module with its functions, can see."""
-    for index in range(module.device_count()):
-        free_bytes, memory_bytes = module.mem_get_info(index)
-        yield Device(module.get_device_name(index), memory_bytes, free_bytes)
-
-
 def core_quotas(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[float]:
     """Return the cores' worth of time that each control group of this process allows, where there is a limit."""
-    pairs: list[tuple[str | None, str | None]] = []
-    for group in control_groups("cpu", proc, root):
-        pairs.append((_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")))
-        quota, _, period = (_read(group / "cpu.max") or "").partition(" ")
-        pairs.append((quota, period))
-    return [int(quota) / int(period) for quota, period in pairs if quota and quota.isdigit() and period]
+    pairs = [pair.split() for pair in _limits("cpu", ("cpu.max",), proc, root)]
+    parts = [list(_limits("cpu", (f"cpu.cfs_{name}_us",), proc, root)) for name in ("quota", "period")]
+    pairs += [list(pair) for pair in zip(*parts)]
+    return [int(quota) / int(period) for quota, period in pairs if quota.isdigit()]
 
 
 def memory_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[tuple[int, int]]:
     """Return bytes allowed and bytes used of each control group that this process is in and that has a limit."""
-    files = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    pairs = [
-        (_read(group / limit), _read(group / used))
-        for group in control_groups("memory", proc, root)
-        for limit, used in files
-    ]
+    limits = _limits("memory", ("memory.max", "memory.limit_in_bytes"), proc, root)
+    used = _limits("memory", ("memory.current", "memory.usage_in_bytes"), proc, root)
     # Version 1 writes "no limit" as a number near 2^63.
-    return [
-        (int(limit), int(used)) for limit, used in pairs if limit and limit.isdigit() and used and int(limit) < 2**60
-    ]
+    return [(int(limit), int(use)) for limit, use in zip(limits, used) if limit.isdigit() and int(limit) < 2**60]
 
 
 def process_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[int]:
     """Return how many processes and threads each control group of this process allows, where there is a limit."""
-    texts = [_read(group / "pids.max") for group in control_groups("pids", proc, root)]
-    return [int(text) for text in texts if text and text.isdigit()]
+    return [int(text) for text in _limits("pids", ("pids.max",), proc, root) if text.isdigit()]
 
 
-def control_groups(controller: str, proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> Iterator[Path]:
-    """Yield the folders of the control groups (version 1 or 2) that this process is in, innermost first.
+def _limits(controller: str, names: tuple[str, ...], proc: Path, root: Path) -> Iterator[str]:
+    """Yield the texts of the files called `names` in the control groups of this process, innermost group first.
 
     Args:
         controller: `cpu`, `memory` or `pids`.
+        names: the file's name in version 2 of control groups, and in version 1.
         proc: the file that names this process's groups.
         root: where the groups are mounted.
     """
-    for line in (_read(proc) or "").splitlines():
-        _, controllers, path = line.split(":", 2)
+    for line in proc.read_text().splitlines() if proc.is_file() else []:
+        _, controllers, path = line.strip().split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         mount = root / controllers if controllers else root
         # Inside a container the path may be the host's, of which the container sees the innermost folder as the mount.
         inner = Path(path.lstrip("/"))
-        for folder in (inner, *inner.parents):
-            if (mount / folder).is_dir():
-                yield mount / folder
-
-
-def _read(file: Path) -> str | None:
-    """Return a small file's text, or None when it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
+        for file in (mount / folder / name for folder in (inner, *inner.parents) for name in names):
+            if os.access(file, os.R_OK):
+                yield file.read_text().strip()

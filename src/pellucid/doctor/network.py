@@ -1,4 +1,4 @@
-"""Checks of what processes and machines need to find and talk to each other: ports, the host name, limits on their number."""
+"""Checks of what processes and machines need to find and talk to each other: ports, the host name, process limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 import psutil
 
-from pellucid.doctor.findings import Finding
+from pellucid.doctor.findings import Finding, counted
 from pellucid.doctor.machine import process_limits
 
 _RAY_PORT = 6379
@@ -35,13 +35,10 @@ def check_ray_port(port: int = _RAY_PORT) -> Finding:
     """Look for a cluster that already runs on this machine, whose devices a second one would share unknowingly."""
     with socket.socket() as client:
         client.settimeout(1)
-        taken = client.connect_ex(("127.0.0.1", port)) == 0
-    if not taken:
-        return Finding("ray port", f"nothing listens on {port}")
+        if client.connect_ex(("127.0.0.1", port)) != 0:
+            return Finding("ray port", f"nothing listens on {port}")
     found = f"{port} is taken{_holder(port)}: a Ray cluster may be running here"
-    remedy = (
-        "Join it with trainer.ray_address: auto, or end it with `ray stop`; two clusters count the same devices twice."
-    )
+    remedy = "Join it (trainer.ray_address: auto) or end it (`ray stop`): two clusters count the same devices twice."
     return Finding("ray port", found, "warning", remedy)
 
 
@@ -63,35 +60,28 @@ def check_host_name() -> Finding:
     except OSError as error:
         found, remedy = f"'{name}' has no address ({error.strerror})", f"Add '{name}' to /etc/hosts: ranks look it up."
         return Finding("host name", found, "warning", remedy)
-    if ipaddress.ip_address(address).is_loopback:
-        found = f"'{name}' is {address}, where other machines cannot reach it"
-        remedy = (
-            "Let /etc/hosts give it the address of the network card, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
-        )
-        return Finding("host name", found, "warning", remedy)
-    return Finding("host name", f"{name}, {address}")
+    if not ipaddress.ip_address(address).is_loopback:
+        return Finding("host name", f"{name}, {address}")
+    found = f"'{name}' is {address}, where other machines cannot reach it"
+    remedy = "Let /etc/hosts give it the network card's address, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+    return Finding("host name", found, "warning", remedy)
 
 
 def check_open_files() -> Finding:
     """Check how many files and connections a process may have open; Ray raises the soft limit by itself."""
     import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_limit(soft)}, at most {_limit(hard)}"
-    if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
-        remedy = (
-            f"Raise it to {2 * _OPEN_FILES}: ulimit -Hn, /etc/security/limits.conf, or docker run --ulimit nofile=…"
-        )
-        return Finding("open files", f"{found}; Ray needs {_OPEN_FILES}", "warning", remedy)
-    return Finding("open files", found)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = ("no limit" if value < 0 else str(value) for value in limits)
+    found = f"{soft}, at most {hard}"
+    if limits[1] == resource.RLIM_INFINITY or limits[1] >= _OPEN_FILES:
+        return Finding("open files", found)
+    remedy = f"Raise it to {2 * _OPEN_FILES}: ulimit -Hn, /etc/security/limits.conf, or docker run --ulimit nofile=…"
+    return Finding("open files", f"{found}; Ray needs {_OPEN_FILES}", "warning", remedy)
 
 
 def check_processes(num_ranks: int) -> Finding:
-    """Check how many processes and threads this user and this container may have.
-
-    Args:
-        num_ranks: ranks on this machine.
-    """
+    """Check that this user and this container may have the processes and threads of `num_ranks` ranks and of Ray."""
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -99,12 +89,8 @@ def check_processes(num_ranks: int) -> Finding:
     if not limits:
         return Finding("processes", "no limit")
     needed, found = _CLUSTER_THREADS + num_ranks * _RANK_THREADS, f"at most {min(limits)} processes and threads"
-    if min(limits) < needed:
-        found += f"; {num_ranks} rank{'s' * (num_ranks > 1)} and Ray start about {needed}"
-        remedy = "Raise ulimit -u, or the container's limit (docker run --pids-limit)."
-        return Finding("processes", found, "warning", remedy)
-    return Finding("processes", found)
-
-
-def _limit(value: int) -> str:
-    return "no limit" if value < 0 else str(value)
+    if min(limits) >= needed:
+        return Finding("processes", found)
+    remedy = "Raise ulimit -u, or the container's limit (docker run --pids-limit)."
+    found += f"; {counted(num_ranks, 'rank')} and Ray start about {needed}"
+    return Finding("processes", found, "warning", remedy)

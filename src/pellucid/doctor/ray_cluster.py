@@ -12,17 +12,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pellucid.config import RunConfig
-from pellucid.doctor.findings import Finding
+from pellucid.doctor.findings import Finding, counted
 from pellucid.errors import UserError
 
 _ANSWER_S, _LEAVE_S = 120.0, 30.0
+_LOGS = "Look at Ray's own logs, ray/session_latest/logs in the folder for temporary files, and at `ray status`."
 
 
 def check_ray(config: RunConfig | None) -> Finding:
     """Check that the run's cluster starts, or lets itself be joined, and has room for all ranks.
 
-    Args:
-        config: a checked config; None starts a cluster on this machine, whatever is to run there.
+    Without a config, a cluster is started on this machine, whatever is to run there.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -44,42 +44,33 @@ def check_ray(config: RunConfig | None) -> Finding:
             process.kill()  # Ray's own processes end with the one that started them
             process.join()
         last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-        return _failed(": ".join([reason, *last]))
+        return Finding("ray", ": ".join([reason, *last]), "problem", _LOGS)
 
 
 def _try(config: RunConfig | None, sender: Connection, log: Path) -> None:
-    """Send one finding. Whatever Ray and its processes print goes into `log`."""
+    """Send one finding; whatever Ray and its processes print goes into `log`."""
     with log.open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    from pellucid.controller.placement.cluster import Cluster, plan_pools
+    from pellucid.build import needed_roles
+    from pellucid.ranks.cluster import Cluster, plan_pools
 
     run = config or RunConfig()
     try:
-        cluster = Cluster(run, plan_pools(run))
+        cluster = Cluster(run, plan_pools(run, needed_roles(run)))
     except UserError as error:
         sender.send(Finding.of_error("ray", error))
         return
     try:
-        found = f"{'starts here' if cluster.is_local else 'joined'}: {_describe()}"
+        found = f"{'starts here' if cluster.is_local else 'joined'}: {_describe_cluster()}"
         sender.send(Finding("ray", found + ("" if config is None else "; every rank has a place")))
     finally:
         cluster.close()
 
 
-def _describe() -> str:
-    """Return what the cluster has."""
+def _describe_cluster() -> str:
     import ray
 
-    num_machines, there = sum(node["Alive"] for node in ray.nodes()), ray.cluster_resources()
-    units = [
-        f"{there[unit]:g} {word}"
-        for unit, word in (("CPU", "CPU cores"), ("GPU", "GPUs"), ("NPU", "NPUs"))
-        if unit in there
-    ]
-    return f"{num_machines} machine{'s' * (num_machines > 1)}, {', '.join(units)}"
-
-
-def _failed(reason: str) -> Finding:
-    remedy = "Look at Ray's own logs, ray/session_latest/logs in the folder for temporary files, and at `ray status`."
-    return Finding("ray", reason, "problem", remedy)
+    resources, words = ray.cluster_resources(), {"CPU": "CPU cores", "GPU": "GPUs", "NPU": "NPUs"}
+    units = [f"{resources[unit]:g} {word}" for unit, word in words.items() if unit in resources]
+    return ", ".join([counted(sum(node["Alive"] for node in ray.nodes()), "machine"), *units])

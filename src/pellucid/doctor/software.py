@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from pellucid.config import RunConfig
-from pellucid.doctor.findings import Finding, Status
+from pellucid.doctor.findings import Finding, Status, counted
 
 _PACKAGE = "pellucid"
 _SHOWN = ("torch", "transformers", "ray", "peft", "vllm", "sglang")
@@ -50,12 +50,7 @@ def needed_extras(config: RunConfig) -> set[str]:
 
 
 def check_packages(extras: set[str], package: str = _PACKAGE) -> Iterator[Finding]:
-    """Check every requirement of the package, and of its extras as far as they are installed.
-
-    Args:
-        extras: those that must be installed.
-        package: the distribution whose requirements are checked.
-    """
+    """Check every requirement of a package, and of its extras: those named must be installed, the others may be."""
     versions = ((name, _version(name)) for name in _SHOWN)
     yield Finding("packages", ", ".join(f"{name} {version or 'not installed'}" for name, version in versions))
     for extra, requirement in _requirements(package):
@@ -94,39 +89,34 @@ def _version(name: str) -> str | None:
 
 
 def check_torch_build(device: str) -> Finding:
-    """Check that torch can use the NVIDIA GPUs that are in the machine.
-
-    Args:
-        device: `trainer.device`; with auto the run falls back to the CPU, which is worth a warning.
-    """
+    """Check that torch can use the machine's NVIDIA GPUs; where `device` is auto, the run falls back to the CPU."""
     import torch
 
     num_gpus = len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
     driver = re.search(r"Module\s+([\d.]+)", _NVIDIA_DRIVER.read_text()) if _NVIDIA_DRIVER.is_file() else None
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    found = f"{build}; NVIDIA driver {driver[1] if driver else 'not found'}"
+    found, remedy = f"{build}; NVIDIA driver {driver[1] if driver else 'not found'}", ""
+    status: Status = "problem" if device == "cuda" else "warning"
     if not num_gpus or device not in ("auto", "cuda"):
         return Finding("torch build", found)
-    status: Status = "problem" if device == "cuda" else "warning"
-    if not torch.version.cuda:
-        found += f", {num_gpus} NVIDIA GPU{'s' * (num_gpus > 1)}"
-        return Finding("torch build", found, status, "Install a CUDA build of torch, or set trainer.device: cpu.")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
-    if not available:
+    if not torch.version.cuda:
+        found += f", {counted(num_gpus, 'NVIDIA GPU')}"
+        remedy = "Install a CUDA build of torch, or set trainer.device: cpu."
+    elif not available:
         found += f": {str(caught[-1].message).split('. ')[0]}" if caught else ": CUDA cannot be used"
         remedy = "Update the driver, or install a torch build for its CUDA version."
-        return Finding("torch build", found, status, remedy)
-    if unsupported := _unsupported_gpus():
+    elif unsupported := _unsupported_gpus():
         found += f", and no code for {unsupported}"
-        return Finding("torch build", found, "problem", "Install a torch build that has code for this GPU.")
-    return Finding("torch build", found)
+        status, remedy = "problem", "Install a torch build that has code for this GPU."
+    return Finding("torch build", found, status if remedy else "ok", remedy)
 
 
 def check_profilers(config: RunConfig) -> Iterator[Finding]:
-    """Check that the profiling tools that a recipe asks for work on this machine; a run goes on without one that does not."""
-    from pellucid.controller.profiling import PRECISION_DEBUGGER, is_strict, unusable_tools
+    """Check that the profiling tools of a recipe work on this machine; a run goes on without one that does not."""
+    from pellucid.observe.captures import PRECISION_DEBUGGER, is_strict, unusable_tools
 
     unusable, roles_of = unusable_tools(config), dict[str, list[str]]()
     for name, section in config.profilers.items():
@@ -157,7 +147,7 @@ def _check_precision(config: RunConfig, what: str, roles: list[str]) -> Finding:
 
 
 def _unsupported_gpus() -> str:
-    """Return the visible GPUs that torch was not compiled for, with their architectures; empty when there are none."""
+    """Return the names of the visible GPUs that torch was not compiled for, with their architectures."""
     import torch
 
     # Code for 8.0 runs on 8.6, PTX of 8.0 is compiled for anything later.

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 
-from pellucid.checkpoint_store import CheckpointStore
 from pellucid.config import Plan, RunConfig
 from pellucid.doctor.findings import Finding, size
 from pellucid.doctor.machine import Machine
-from pellucid.rundir import RunDir
+from pellucid.files.checkpoint_store import CheckpointStore
+from pellucid.files.rundir import RunDir
 
 _TEMP_BYTES = 2**30
 """Room that logs, sockets and compiled kernels of one run fit into with ease."""
@@ -24,7 +24,7 @@ _RAY_FULL = 0.95
 _LONGEST_SOCKET, _RAY_SOCKET = 107, len("/ray/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 """Bytes that the system allows in a socket's name, and those that Ray adds to the folder's."""
 _RAY_STORE_SHARE, _RAY_STORE_BYTES = 0.3, 10**10
-"""Ray's object store takes this share of the memory; below so many bytes it moves to the disk if shared memory is too small."""
+"""Ray's object store takes this share of the memory, and at most so many bytes; it falls back to the disk."""
 _NCCL_BYTES = 2**30
 _PLENTY = 100
 """Checkpoints that a disk may have room for without a word about their number."""
@@ -55,38 +55,33 @@ def checkpoint_bytes(config: RunConfig, plan: Plan | None) -> int | None:
 def check_run_directory(config: RunConfig, bytes_each: int | None) -> Finding:
     """Check that the run's folder can be written, and has room for the checkpoints that the recipe keeps.
 
-    Args:
-        config: a checked config.
-        bytes_each: size of one checkpoint; None when the model's files are not at hand.
+    `bytes_each` is the size of one checkpoint; None when the model's files are not at hand.
     """
-    run_dir = RunDir(config.trainer.default_local_dir)
+    name, run_dir = "run directory", RunDir(config.trainer.default_local_dir)
     folder = _existing(run_dir.path)
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        remedy = "Set trainer.default_local_dir to another folder."
-        return Finding("run directory", f"{folder} cannot be written to ({error.strerror})", "problem", remedy)
+        found = f"{folder} cannot be written to ({error.strerror})"
+        return Finding(name, found, "problem", "Set trainer.default_local_dir to another folder.")
     free = shutil.disk_usage(folder).free
     found = f"{run_dir.path}: {size(free)} free"
     if bytes_each is None:
-        return Finding("run directory", f"{found}; the size of a checkpoint is not known")
-    more, room = _checkpoints_to_come(config, run_dir), free // bytes_each
-    if more is None:
+        return Finding(name, f"{found}; the size of a checkpoint is not known")
+    to_come, room = _checkpoints_to_come(config, run_dir), free // bytes_each
+    if to_come is None:
         found += f", room for {room} checkpoints of {size(bytes_each)}; every one is kept"
-        if room >= _PLENTY:
-            return Finding("run directory", found)
-        return Finding("run directory", found, "warning", "Set trainer.max_actor_ckpt_to_keep, e.g. to 2.")
-    found += f"; {more} × {size(bytes_each)} = {size(more * bytes_each)} for checkpoints"
-    if more > room:
-        remedy = (
-            "Free some space, lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir to a larger disk."
-        )
-        return Finding("run directory", found, "problem", remedy)
-    return Finding("run directory", found)
+        remedy = "" if room >= _PLENTY else "Set trainer.max_actor_ckpt_to_keep, e.g. to 2."
+        return Finding(name, found, "warning" if remedy else "ok", remedy)
+    found += f"; {to_come} × {size(bytes_each)} = {size(to_come * bytes_each)} for checkpoints"
+    if to_come <= room:
+        return Finding(name, found)
+    remedy = "lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir to a larger disk."
+    return Finding(name, found, "problem", f"Free some space, {remedy}")
 
 
 def _checkpoints_to_come(config: RunConfig, run_dir: RunDir) -> int | None:
-    """Return how many more checkpoints must fit at once; None when all are kept and nothing says how many there will be."""
+    """Return how many more checkpoints must fit at once; None when all are kept and their number is not known."""
     trainer, there = config.trainer, len(CheckpointStore(run_dir.checkpoints).steps())
     steps, keep = trainer.total_training_steps, trainer.max_actor_ckpt_to_keep
     saved = 1 if trainer.save_freq < 1 else math.inf if steps is None else math.ceil(steps / trainer.save_freq)
@@ -103,39 +98,32 @@ def check_shared_folder(config: RunConfig) -> Finding:
     found = f"{folder} is on {kind}"
     if _SHARED_FILE_SYSTEMS.fullmatch(kind):
         return Finding("shared folder", found)
-    remedy = (
-        "Set trainer.default_local_dir to a folder that all share: each rank writes its part of a checkpoint there."
-    )
+    remedy = "Set trainer.default_local_dir to a folder that all share: each rank writes a part of a checkpoint there."
     return Finding("shared folder", f"{found}, which the other machines may not see", "warning", remedy)
 
 
 def check_temp_folder(with_ray: bool) -> Finding:
     """Check the folder for temporary files, where Ray keeps its logs and the objects that do not fit into memory."""
+    name, remedy = "temporary files", ""
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
-        return Finding("temporary files", str(error), "problem", "Set TMPDIR to a folder that can be written.")
+        return Finding(name, str(error), "problem", "Set TMPDIR to a folder that can be written.")
     usage = shutil.disk_usage(folder)
-    found, remedy = f"{folder}: {size(usage.free)} free", "Free some space, or set TMPDIR to a larger disk."
+    found = f"{folder}: {size(usage.free)} free"
     if with_ray and len(os.fsencode(folder)) + _RAY_SOCKET > _LONGEST_SOCKET:
         found += f"; the names of Ray's sockets there would be longer than {_LONGEST_SOCKET} bytes"
-        return Finding("temporary files", found, "problem", "Set TMPDIR to a shorter path, e.g. /tmp.")
+        return Finding(name, found, "problem", "Set TMPDIR to a shorter path, e.g. /tmp.")
     if with_ray and usage.free < (1 - _RAY_FULL) * usage.total:
         found += f" of {size(usage.total)}; Ray moves nothing to a disk that is {_RAY_FULL:.0%} full"
-        return Finding("temporary files", found, "warning", remedy)
-    if usage.free < _TEMP_BYTES:
-        return Finding("temporary files", found, "warning", remedy)
-    return Finding("temporary files", found)
+        remedy = "Free some space, or set TMPDIR to a larger disk."
+    elif usage.free < _TEMP_BYTES:
+        remedy = "Free some space, or set TMPDIR to a larger disk."
+    return Finding(name, found, "warning" if remedy else "ok", remedy)
 
 
 def check_shared_memory(machine: Machine, num_ranks: int, step_bytes: int) -> Finding:
-    """Check the shared memory, through which Ray's processes and NCCL hand on data.
-
-    Args:
-        machine: what is there.
-        num_ranks: ranks on this machine.
-        step_bytes: what one step puts there.
-    """
+    """Check the shared memory, through which Ray's processes and NCCL hand on data: `step_bytes` in a step."""
     name, free = "shared memory", machine.free_shared_bytes
     if free is None:
         return Finding(name, "none, so Ray takes the disk")

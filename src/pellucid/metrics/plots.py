@@ -1,7 +1,4 @@
-"""Learning curves as picture files, drawn from one or several `metrics.jsonl`.
-
-The demo and the result pages call these; held-out accuracy is drawn over minutes of training, reward over steps.
-"""
+"""Draws learning curves as picture files, from one or several `metrics.jsonl`, for the demo and the result pages."""
 
 from __future__ import annotations
 
@@ -12,56 +9,33 @@ from typing import Any
 from pellucid.errors import UserError
 from pellucid.metrics.trackers import read_metrics
 
-_COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8d6cab", "#c9a227", "#4d4d4d")
-
-
-def plot_curve(metrics_jsonl: Path, path_png: Path) -> None:
-    """Draw one run: held-out accuracy of each task over minutes, mean reward over steps."""
-    _draw({"": metrics_jsonl}, path_png)
+COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#8d6cab", "#c9a227", "#4d4d4d")
 
 
 def plot_runs(runs: Mapping[str, Path], path_png: Path) -> None:
-    """Draw several runs, e.g. seeds, one colour each; keys are the labels of the legend."""
-    _draw(runs, path_png)
+    """Draw held-out accuracy of each task over minutes, and mean reward over steps, in one colour a run.
 
+    The keys of `runs` are the labels of the legend, the values `metrics.jsonl` files.
 
-def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Path) -> None:
-    """Draw one metric of several variants over steps: the mean over each variant's runs, and a band of its 95% confidence.
-
-    The band is Student's t interval of the mean over runs; with one run there is only the line. A run that stopped early
-    counts as long as it ran.
+    Raises:
+        UserError: a file has no line yet.
     """
-    import numpy as np
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    figure, axes = _figure(1)
-    for index, (label, files) in enumerate(variants.items()):
-        colour, dashes = _COLOURS[index % len(_COLOURS)], ("-", "--", ":")[index // len(_COLOURS) % 3]
-        by_step: dict[int, list[float]] = {}
-        for rows in map(read_metrics, files):
-            for row in rows:
-                if row.get(metric) is not None:
-                    by_step.setdefault(row["step"], []).append(row[metric])
-        steps = sorted(by_step)
-        mean = np.array([np.mean(by_step[step]) for step in steps])
-        half = np.array([_t_interval(by_step[step]) for step in steps])
-        axes[0].plot(steps, mean, color=colour, linestyle=dashes, linewidth=1.6, label=f"{label} {mean[-1]:.3g}")
-        axes[0].fill_between(steps, mean - half, mean + half, color=colour, alpha=0.7 / (4 + len(variants)), linewidth=0)
-    axes[0].set(title=f"{metric}: mean over runs, 95% confidence", xlabel="step")
-    _finish(figure, axes, path_png)
-
-
-# Two-sided 97.5% quantiles of Student's t with 1, 2, … degrees of freedom.
-_T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-def _t_interval(values: list[float]) -> float:
-    """Return half the width of the 95% confidence interval of the mean of `values`."""
-    if len(values) < 2:
-        return 0.0
-    from statistics import stdev
-
-    quantile = _T_QUANTILES[len(values) - 2] if len(values) - 2 < len(_T_QUANTILES) else 1.96
-    return quantile * stdev(values) / len(values) ** 0.5
+    figure, (accuracy, reward) = new_figure(2)
+    for colour, (label, path) in zip(COLOURS * len(runs), runs.items()):
+        rows = read_metrics(path)
+        if not rows:
+            raise UserError(str(path), "holds no finished step to draw.")
+        _accuracy_lines(accuracy, rows, label, colour)
+        points = [(row["step"], value) for row in rows if (value := row.get("critic/score/mean")) is not None]
+        if points:
+            reward.plot(*zip(*points), color=colour, linewidth=1.4, label=label or None)
+    accuracy.set(title="Held-out accuracy", xlabel="training time (minutes)", ylim=(-0.02, 1.02))
+    accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    reward.set(title="Reward", xlabel="step", ylabel="mean reward of a sample")
+    reward.xaxis.set_major_locator(MaxNLocator(integer=True))
+    save_figure(figure, [accuracy, reward], path_png)
 
 
 def training_minutes(rows: list[dict[str, Any]]) -> list[float]:
@@ -74,26 +48,8 @@ def training_minutes(rows: list[dict[str, Any]]) -> list[float]:
     return minutes
 
 
-def _draw(runs: Mapping[str, Path], path_png: Path) -> None:
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-    figure, (accuracy, reward) = _figure(2)
-    for colour, (label, path) in zip(_COLOURS * len(runs), runs.items()):
-        rows = read_metrics(path)
-        if not rows:
-            raise UserError(str(path), "holds no finished step to draw.")
-        _accuracy_lines(accuracy, rows, label, colour)
-        points = [(row["step"], value) for row in rows if (value := row.get("critic/score/mean")) is not None]
-        if points:
-            reward.plot(*zip(*points), color=colour, linewidth=1.4, label=label or None)
-    accuracy.set(title="Held-out accuracy", xlabel="training time (minutes)", ylim=(-0.02, 1.02))
-    accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    reward.set(title="Reward", xlabel="step", ylabel="mean reward of a sample")
-    reward.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _finish(figure, [accuracy, reward], path_png)
-
-
-def _figure(num_axes: int) -> tuple[Any, Any]:
+def new_figure(num_axes: int) -> tuple[Any, Any]:
+    """Return a figure with its axes side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -102,7 +58,8 @@ def _figure(num_axes: int) -> tuple[Any, Any]:
     return figure, figure.subplots(1, num_axes, squeeze=False)[0]
 
 
-def _finish(figure: Any, all_axes: Sequence[Any], path_png: Path) -> None:
+def save_figure(figure: Any, all_axes: Sequence[Any], path_png: Path) -> None:
+    """Give the axes the look that all our pictures have, and write the file."""
     for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e4e4e4", linewidth=0.6)
@@ -123,5 +80,5 @@ def _accuracy_lines(axes: Any, rows: list[dict[str, Any]], label: str, colour: s
         task = name.removeprefix("val/").removesuffix("/accuracy")
         text = f"{label} {task}".strip() if len(names) > 1 or not label else label
         axes.plot(*zip(*points), color=colour, marker=marker, markersize=4, linewidth=1.6, label=text)
-        axes.annotate(f"{points[-1][1]:.0%}", points[-1], xytext=(5, 4), textcoords="offset points",
-                      color=colour, fontsize=9)
+        end = {"xytext": (5, 4), "textcoords": "offset points", "color": colour, "fontsize": 9}
+        axes.annotate(f"{points[-1][1]:.0%}", points[-1], **end)

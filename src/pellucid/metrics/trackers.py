@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import os
 import sqlite3
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pellucid.console import notice
 from pellucid.errors import MissingExtraError, UserError, did_you_mean
-from pellucid.metrics.table import check_names
-from pellucid.rundir import atomic_write
+from pellucid.files.rundir import atomic_write
+from pellucid.metrics.definitions import check_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,172 +46,120 @@ class TrackerContext:
         return ids[tracker]
 
 
-class Tracker(Protocol):
-    """One destination of metrics, opened by constructing it with a `TrackerContext`."""
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """One destination of metrics, open for a run."""
 
-    failures: tuple[type[Exception], ...]
+    log: Callable[[int, dict[str, float]], object]
+    """Records one step's metrics."""
+    close: Callable[[], object]
+    """Writes what is left and lets go."""
+    failures: tuple[type[Exception], ...] = (OSError,)
     """Errors of `log` and `close` that must not stop training."""
 
-    def __init__(self, context: TrackerContext) -> None: ...
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step."""
-        ...
-
-    def close(self) -> None:
-        """Flush and let go."""
-        ...
-
-
-class JsonlTracker:
-    """`metrics.jsonl`: one line a step, durable when `log` returns; values that are not finite become null."""
-
-    failures: tuple[type[Exception], ...] = ()
-
-    def __init__(self, context: TrackerContext) -> None:
-        self.path = context.run_dir / "metrics.jsonl"
-        if context.resume_step is not None:
-            self.truncate_after(context.resume_step)
-        elif self.path.exists() and self.path.stat().st_size:
-            self._set_aside()
-        self._file = self.path.open("a", encoding="utf-8")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the step's line and fsync it."""
-        check_names(metrics)
-        values = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, and a last line torn by a kill, so that a resumed run repeats none."""
-        if self.path.exists():
-            kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= step]
-            atomic_write(self.path, "".join(kept))
-
-    def _set_aside(self) -> None:
-        number = 1
-        while (old := self.path.with_name(f"metrics.{number}.jsonl")).exists():
-            number += 1
-        self.path.rename(old)
+def _open_jsonl(context: TrackerContext) -> Tracker:
+    """Open `metrics.jsonl`: one line a step, durable when `log` returns; values that are not finite become null."""
+    path = context.run_dir / "metrics.jsonl"
+    if context.resume_step is not None and path.exists():
+        # Later lines go, and a last line torn by a kill, so that a resumed run repeats none.
+        kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= context.resume_step]
+        atomic_write(path, "".join(kept))
+    elif path.exists() and path.stat().st_size:
+        numbered = (path.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
+        path.rename(old := next(candidate for candidate in numbered if not candidate.exists()))
         notice(f"The metrics of an earlier run in this folder are kept as {old}.")
+    file = path.open("a", encoding="utf-8")
+
+    def log(step: int, metrics: dict[str, float]) -> None:
+        values = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        file.write(json.dumps({"step": step, **values}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+    return Tracker(log, file.close, failures=())
 
 
-class TensorboardTracker:
-    """Event files in `<run>/tensorboard`."""
+def _open_tensorboard(context: TrackerContext) -> Tracker:
+    """Open event files in `<run>/tensorboard`; those of steps that are repeated after a resume are purged."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    failures: tuple[type[Exception], ...] = (OSError,)
+    next_step = 0 if context.resume_step is None else context.resume_step + 1
+    writer = SummaryWriter(str(context.run_dir / "tensorboard"), purge_step=next_step)
 
-    def __init__(self, context: TrackerContext) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        next_step = 0 if context.resume_step is None else context.resume_step + 1
-        self._writer = SummaryWriter(str(context.run_dir / "tensorboard"), purge_step=next_step)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one scalar a metric."""
+    def log(step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+    return Tracker(log, writer.close)
 
 
-class WandbTracker:
-    """Weights & Biases; files in `<run>/wandb`."""
-
-    def __init__(self, context: TrackerContext) -> None:
-        wandb = _package("wandb", "wandb")
-        self.failures: tuple[type[Exception], ...] = (OSError, wandb.errors.Error)
-        self._run = wandb.init(project=context.project, name=context.experiment, config=context.config,
-                               dir=str(context.run_dir), id=context.run_id("wandb"), resume="allow")
-        self._run.define_metric("*", step_metric="training/global_step")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log against the run's own step, so that the steps repeated after a resume are not refused."""
-        self._run.log({**metrics, "training/global_step": step})
-
-    def close(self) -> None:
-        """Finish the upload."""
-        self._run.finish()
-
-
-class MlflowTracker:
-    """MLflow; the tracking server is the one MLflow itself is set up for."""
-
-    def __init__(self, context: TrackerContext) -> None:
-        self._mlflow = _package("mlflow", "mlflow")
-        self.failures: tuple[type[Exception], ...] = (OSError, self._mlflow.exceptions.MlflowException)
-        self._mlflow.set_experiment(context.project)
-        tag = context.run_id("mlflow")
-        earlier = self._mlflow.search_runs(filter_string=f"tags.pellucid_run = '{tag}'", output_format="list")
-        self._mlflow.start_run(run_id=earlier[0].info.run_id if earlier else None, run_name=context.experiment,
-                               tags={"pellucid_run": tag})
-        if not earlier:
-            self._mlflow.log_dict(context.config, "config.json")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log all metrics in one call; `@` is not allowed in an MLflow name and becomes `_at_`."""
-        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
-
-    def close(self) -> None:
-        """End the MLflow run."""
-        self._mlflow.end_run()
+def _open_wandb(context: TrackerContext) -> Tracker:
+    """Open a run of Weights & Biases; its files are in `<run>/wandb`."""
+    wandb, name = _package("wandb"), "training/global_step"
+    run = wandb.init(
+        project=context.project,
+        name=context.experiment,
+        config=context.config,
+        dir=str(context.run_dir),
+        id=context.run_id("wandb"),
+        resume="allow",
+    )
+    # Against the run's own step, so that the steps repeated after a resume are not refused.
+    run.define_metric("*", step_metric=name)
+    return Tracker(
+        lambda step, metrics: run.log({**metrics, name: step}), run.finish, failures=(OSError, wandb.errors.Error)
+    )
 
 
-class SwanlabTracker:
-    """SwanLab; files in `<run>/swanlab`."""
+def _open_mlflow(context: TrackerContext) -> Tracker:
+    """Open a run on the tracking server that MLflow itself is set up for."""
+    mlflow, tag = _package("mlflow"), context.run_id("mlflow")
+    mlflow.set_experiment(context.project)
+    earlier = mlflow.search_runs(filter_string=f"tags.pellucid_run = '{tag}'", output_format="list")
+    run_id = earlier[0].info.run_id if earlier else None
+    mlflow.start_run(run_id=run_id, run_name=context.experiment, tags={"pellucid_run": tag})
+    if not earlier:
+        mlflow.log_dict(context.config, "config.json")
 
-    failures: tuple[type[Exception], ...] = (OSError,)
+    def log(step: int, metrics: dict[str, float]) -> None:
+        # `@` is not allowed in an MLflow name.
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
-    def __init__(self, context: TrackerContext) -> None:
-        self._swanlab = _package("swanlab", "swanlab")
-        (folder := context.run_dir / "swanlab").mkdir(exist_ok=True)
-        self._swanlab.init(project=context.project, experiment_name=context.experiment, config=context.config,
-                           logdir=str(folder), id=context.run_id("swanlab"), resume="allow")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log one step."""
-        self._swanlab.log(metrics, step=step)
-
-    def close(self) -> None:
-        """Finish the upload."""
-        self._swanlab.finish()
+    return Tracker(log, mlflow.end_run, failures=(OSError, mlflow.exceptions.MlflowException))
 
 
-class TrackioTracker:
-    """Trackio: a local database with a dashboard (`trackio show`)."""
-
-    failures: tuple[type[Exception], ...] = (OSError, sqlite3.Error)
-
-    def __init__(self, context: TrackerContext) -> None:
-        self._trackio = _package("trackio", "trackio")
-        name = f"{context.experiment}-{context.run_id('trackio')[:6]}"
-        self._trackio.init(project=context.project, name=name, config=context.config, resume="allow")
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log one step."""
-        self._trackio.log(metrics, step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._trackio.finish()
+def _open_swanlab(context: TrackerContext) -> Tracker:
+    """Open a run of SwanLab; its files are in `<run>/swanlab`."""
+    swanlab, folder = _package("swanlab"), context.run_dir / "swanlab"
+    folder.mkdir(exist_ok=True)
+    swanlab.init(
+        project=context.project,
+        experiment_name=context.experiment,
+        config=context.config,
+        logdir=str(folder),
+        id=context.run_id("swanlab"),
+        resume="allow",
+    )
+    return Tracker(lambda step, metrics: swanlab.log(metrics, step=step), swanlab.finish)
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "jsonl": JsonlTracker,
-    "tensorboard": TensorboardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-    "swanlab": SwanlabTracker,
-    "trackio": TrackioTracker,
+def _open_trackio(context: TrackerContext) -> Tracker:
+    """Open a run in Trackio's local database, which `trackio show` displays."""
+    trackio, name = _package("trackio"), f"{context.experiment}-{context.run_id('trackio')[:6]}"
+    trackio.init(project=context.project, name=name, config=context.config, resume="allow")
+    failures = (OSError, sqlite3.Error)
+    return Tracker(lambda step, metrics: trackio.log(metrics, step=step), trackio.finish, failures)
+
+
+TRACKERS: dict[str, Callable[[TrackerContext], Tracker]] = {
+    "jsonl": _open_jsonl,
+    "tensorboard": _open_tensorboard,
+    "wandb": _open_wandb,
+    "mlflow": _open_mlflow,
+    "swanlab": _open_swanlab,
+    "trackio": _open_trackio,
 }
 
 
@@ -222,7 +171,7 @@ class Trackers:
         self._failed: set[str] = set()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Hand one step to every tracker; a hosted tracker's failure is told once and does not stop the others."""
+        """Hand one step to every tracker; a hosted tracker's failure is reported once and does not stop the others."""
         check_names(metrics)
         for name, tracker in self._trackers.items():
             try:
@@ -246,8 +195,14 @@ class Trackers:
             notice(f"{name} did not close well ({type(error).__name__}: {error}).")
 
 
-def open_trackers(names: Iterable[str], run_dir: Path, project: str, experiment: str, config: dict[str, Any],
-                  resume_step: int | None = None) -> Trackers:
+def open_trackers(
+    names: Iterable[str],
+    run_dir: Path,
+    project: str,
+    experiment: str,
+    config: dict[str, Any],
+    resume_step: int | None = None,
+) -> Trackers:
     """Open `metrics.jsonl` and the named trackers.
 
     Args:
@@ -295,8 +250,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _package(name: str, extra: str) -> Any:
+def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise MissingExtraError("trainer.logger", name, extra) from error
+        raise MissingExtraError("trainer.logger", name, name) from error

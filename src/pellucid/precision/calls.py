@@ -1,4 +1,4 @@
-"""What the entries of a capture are calls of, in which order they began and ended, and which pass through the model they belong to.
+"""What the entries of a capture are calls of, in which order they began and ended, and in which pass.
 
 Captures list calls when they end (msprobe) or when they begin; what is worked out here holds for both.
 """
@@ -24,8 +24,8 @@ class CallName:
     module_class: str
     """Empty for an operator."""
     direction: str
-    """`forward`, `backward`; of a module's own parameters: `parameters_grad`, their gradients from one pass, and `optimizer`, what
-    the optimizer got and made.
+    """`forward`, `backward`; of a module's own parameters: `parameters_grad`, their gradients from one pass, and
+    `optimizer`, what the optimizer got and made.
     """
     call: int
     """Counted from 0, of this module or operator in this capture."""
@@ -128,8 +128,10 @@ class Calls:
         return self.index_of.get(f"{name.kind}.{name.name}.{name.call}.{direction}")
 
     def _parent(self, entry: Entry, name: CallName) -> int | None:
-        """Return the enclosing call. Backward calls are enclosed as the forward ones were: what autograd's hooks see is in part
-        missing, and in part the grandparent.
+        """Return the enclosing call.
+
+        Backward calls are enclosed as the forward ones were: what autograd's hooks see is in part missing, and in part
+        the grandparent.
         """
         if name.direction == PARAMETER_GRADIENTS and (backward := self._twin(entry.name, BACKWARD)) is not None:
             return backward
@@ -143,7 +145,7 @@ class Calls:
 
 
 class _Passes:
-    """Finds the pass of each entry: where a sum over samples says so, by it; else as the call round it, or its forward call."""
+    """Finds the pass of each entry: by its sums over samples, else as the call round it, or its forward call."""
 
     def __init__(self, calls: Calls, dump: StageDump) -> None:
         self._calls = calls
@@ -160,7 +162,7 @@ class _Passes:
             self.of_entries.append(latest)
 
     def _find(self, index: int) -> int | None:
-        """Return None for an operator outside of all modules, and for an optimizer step: they belong to the pass before them."""
+        """Return the pass; None for operators outside of modules and for optimizer steps: the pass before has them."""
         if index in self._known:
             return self._known[index]
         calls, name = self._calls, self._calls.names[index]
@@ -186,4 +188,5 @@ def pass_label(dump_passes: Sequence[str], index: int) -> str:
     if index >= len(dump_passes):
         return f"call {index + 1}"
     unit = dump_passes[index]
-    return f"{unit.replace('micro_batch', 'micro-batch').replace('_', ' ')} {dump_passes[: index + 1].count(unit)} of {dump_passes.count(unit)}"
+    name = unit.replace("micro_batch", "micro-batch").replace("_", " ")
+    return f"{name} {dump_passes[: index + 1].count(unit)} of {dump_passes.count(unit)}"

@@ -1,6 +1,7 @@
 """The native capture: what every module, and if asked every operator, reads and computes in one stage, as statistics.
 
-The profiler's tool begins and ends a `NativeSession` with a stage, and the engine tells it of passes; `dump_files.py` writes it.
+The profiler's tool begins and ends a `NativeSession` with a stage, and the engine tells it of passes; `dump_files.py`
+writes it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pellucid.precision.dump import About, Entry, StageDump
+from pellucid.observe.tools.base import KeptInPartError
+from pellucid.precision.dump import About, Entry, StageDump, TensorStats
 from pellucid.precision.dump_files import write_dump
 from pellucid.precision.naming import entry_prefix, named_modules
 from pellucid.precision.operators import OperatorRecorder
-from pellucid.precision.recorder import Leaf, Recorder, call_stack
-from pellucid.profiler.probe import TokenSpans
-from pellucid.profiler.tools.base import KeptInPartError
+from pellucid.precision.recorder import Recorder, call_stack
+from pellucid.stages import TokenSpans
 
 HEAD = "Module.scores.TokenScores"
 """Entries of what the output head, which is no module, makes of the final hidden states."""
@@ -56,7 +57,8 @@ class NativeSession:
         about: whose capture it is; the session fills in times, passes and how it ended.
         modules: record calls of modules.
         operators: record calls of PyTorch's functions.
-        gather: measure whole parameters and gradients instead of this rank's shards. Collective: all ranks must capture.
+        gather: measure whole parameters and gradients instead of this rank's shards. Collective: all ranks must
+            capture.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class NativeSession:
     ) -> None:
         self._models, self._folder, self._about, self._gather = tuple(models), folder, about, gather
         first = next((parameter for model in self._models for parameter in model.parameters()), None)
-        units = (module for model in models for module in model.modules() if isinstance(module, FullyShardedDataParallel))
+        units = (
+            module for model in models for module in model.modules() if isinstance(module, FullyShardedDataParallel)
+        )
         self._unit = next(units, None)
         """One of the first FSDP's, which holds parameters as slices of a flat shard."""
         self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
@@ -84,9 +88,9 @@ class NativeSession:
         """Of each module, the forward calls whose backward calls are still to come."""
         self._gradients: dict[str, Entry] = {}
         self._stacks: dict[str, tuple[str, ...]] = {}
-        self._parameters: dict[str, dict[str, Leaf]] = {}
+        self._parameters: dict[str, dict[str, TensorStats]] = {}
         """Of each module that has its own, as of the last optimizer step."""
-        self._used: dict[str, dict[str, Leaf]] = {}
+        self._used: dict[str, dict[str, TensorStats]] = {}
         """Gradients of each module's own parameters as the optimizer used them."""
         self._owners: list[tuple[str, torch.nn.Module]] = []
         self._first_pass = 0
@@ -107,7 +111,8 @@ class NativeSession:
         self._thread = threading.get_ident()
         self._about.started_at = time.time()
         self._undo.enter_context(warnings.catch_warnings())
-        # A module whose inputs need no gradient, such as an embedding, is told of its outputs' alone, which is as it should be.
+        # A module whose inputs need no gradient, such as an embedding, is told of its outputs' alone, which is as it
+        # should be.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         # The decoder's output object; its hidden states are those of the norm before it.
         warnings.filterwarnings("ignore", message="For backward hooks to be called")
@@ -258,7 +263,7 @@ class NativeSession:
             own = module.named_parameters(recurse=False)
             self._parameters[prefix] = {name: self._part(parameter) for name, parameter in own}
 
-    def _part(self, tensor: torch.Tensor) -> Leaf:
+    def _part(self, tensor: torch.Tensor) -> TensorStats:
         """Measure a parameter, a gradient, or this rank's part of one."""
         if not isinstance(tensor, DTensor):
             return self._recorder.leaf(tensor, self._flat_shard, of_tokens=False)
@@ -331,7 +336,8 @@ class NativeSession:
 def _reads_once(module: torch.nn.Module) -> bool:
     """Tell whether a hook for the gradients of a module's inputs leaves all bits as they are.
 
-    It adds up a module's uses of its input before those of others, and floating-point sums depend on the order. Layers of
-    PyTorch's own use theirs once, and containers are as a rule the only ones to use theirs; a norm written in Python is neither.
+    It adds up a module's uses of its input before those of others, and floating-point sums depend on the order. Layers
+    of PyTorch's own use theirs once, and containers are as a rule the only ones to use theirs; a norm written in
+    Python is neither.
     """
     return type(module).__module__.startswith("torch.nn.") or next(module.children(), None) is not None

@@ -13,37 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.errors import UserError
-from pellucid.precision.dump import DumpRef, TensorStats, leaves
+from pellucid.precision.dump import DumpRef, TensorStats
 from pellucid.precision.dump_files import find_dumps, read_dump
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureDigest:
-    """Of one capture of a stage on one rank."""
-
-    ref: DumpRef
-    digest: str
-    """16 hex digits over entries in execution order: names, and each tensor's shape, dtype and checksum; no times, no paths."""
-    num_tensors: int
-    complete: bool
-    """False: the capture was cut short, and the digest is of what there is."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepDigest:
-    """Of all captures of a step."""
+    """What all captures of a step come to."""
 
     step: int
     digest: str
-    """16 hex digits."""
+    """16 hex digits over entries in execution order: names, and each tensor's shape, dtype and checksum."""
     stages: dict[str, str]
-    """Of each stage: its digest over all calls, replicas and ranks; in the order of a step."""
-    captures: list[CaptureDigest]
-
-    @property
-    def complete(self) -> bool:
-        """Whether no capture was cut short."""
-        return all(capture.complete for capture in self.captures)
+    """The digest of each stage over all calls, replicas and ranks; in the order of a step."""
+    complete: bool
+    """False where a capture was cut short: the digest is of what there is."""
 
 
 def digest(path: Path) -> list[StepDigest]:
@@ -52,10 +36,10 @@ def digest(path: Path) -> list[StepDigest]:
     Raises:
         UserError: there are no captures there, one cannot be read, or one has tensors without a checksum.
     """
-    steps: dict[int, list[CaptureDigest]] = {}
+    refs_of: dict[int, list[DumpRef]] = {}
     for ref in find_dumps(path):
-        steps.setdefault(ref.step, []).append(_of_capture(ref))
-    return [_of_step(step, captures) for step, captures in sorted(steps.items())]
+        refs_of.setdefault(ref.step, []).append(ref)
+    return [_of_step(step, refs) for step, refs in sorted(refs_of.items())]
 
 
 def render(steps: Iterable[StepDigest]) -> str:
@@ -67,15 +51,20 @@ def render(steps: Iterable[StepDigest]) -> str:
     return "\n".join(lines)
 
 
-def _of_capture(ref: DumpRef) -> CaptureDigest:
-    dump = read_dump(ref.folder)
-    combined = _combined(text for entry in dump.entries for text in (entry.name, *_texts(entry.groups, ref.folder)))
-    num_tensors = sum(1 for entry in dump.entries for _ in leaves(entry))
-    return CaptureDigest(ref, combined, num_tensors, dump.about.complete)
+def _of_step(step: int, refs: list[DumpRef]) -> StepDigest:
+    of_stage: dict[str, list[str]] = {}
+    complete = True
+    for ref in refs:
+        dump = read_dump(ref.folder)
+        texts = (text for entry in dump.entries for text in (entry.name, *_texts(entry.groups, ref.folder)))
+        of_stage.setdefault(ref.stage, []).append(f"{ref.replica} {ref.call} {ref.rank} {_combined(texts)}")
+        complete &= dump.about.complete
+    stages = {stage: _combined(members) for stage, members in of_stage.items()}
+    return StepDigest(step, _combined(f"{stage} {of}" for stage, of in stages.items()), stages, complete)
 
 
 def _texts(node: Any, folder: Path) -> Iterator[str]:
-    """Yield what a node of an entry's groups adds to the digest; of nested ones their length too, so that none looks like another."""
+    """Yield what a node of an entry's groups adds to the digest; nested ones add their length, to tell them apart."""
     if isinstance(node, TensorStats):
         yield _of_tensor(node, folder)
     elif isinstance(node, dict | list):
@@ -95,17 +84,6 @@ def _of_tensor(stats: TensorStats, folder: Path) -> str:
             'Capture with backend: native, or set "summary_mode": "md5" in the statistics section of msprobe\'s JSON.',
         )
     return f"{stats.dtype}{list(stats.shape)}{stats.checksum}{stats.shard}"
-
-
-def _of_step(step: int, captures: list[CaptureDigest]) -> StepDigest:
-    of_stage: dict[str, list[CaptureDigest]] = {}
-    for capture in captures:
-        of_stage.setdefault(capture.ref.stage, []).append(capture)
-    stages = {
-        stage: _combined(f"{of.ref.replica} {of.ref.call} {of.ref.rank} {of.digest}" for of in members)
-        for stage, members in of_stage.items()
-    }
-    return StepDigest(step, _combined(f"{stage} {of}" for stage, of in stages.items()), stages, captures)
 
 
 def _combined(parts: Iterable[str]) -> str:

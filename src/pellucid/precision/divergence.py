@@ -1,16 +1,16 @@
-"""Finds where two captures first go apart: walks the calls in execution order and names the first fault and what it comes from.
+"""Finds where two captures first go apart: the first fault in execution order, and what it comes from.
 
-`compare.py` and `by_sample.py` measure the errors of inputs, parameters and outputs; `health.py` marks NaN and Inf the same way.
+`compare.py` and `by_sample.py` bring the errors of inputs, parameters and outputs; `health.py` marks NaN and Inf the
+same way.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from pellucid.precision.calls import BACKWARD, MODULE, OPTIMIZER, PARAMETER_GRADIENTS, CallName, Calls
-from pellucid.precision.difference import SAME
+from pellucid.precision.capture_table import SAME
 
 JUMP = 10.0
 """A module whose error is so many times that of what went into it has made it itself."""
@@ -19,23 +19,20 @@ _LEAST_BASE = 1e-12
 """What an error is compared with where nothing that went in has one."""
 
 
-class Measured(Protocol):
+@dataclass(frozen=True, slots=True)
+class Measured:
     """The largest error among the tensors of one part of a call."""
 
-    @property
-    def error(self) -> float:
-        """Relative; `SAME`, 0 or more."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """Of the tensor within its call."""
-        ...
+    error: float
+    """Relative; `SAME`, 0 or more."""
+    path: str
+    """The tensor within its call."""
+    describe: Callable[[], str]
 
     @property
     def what(self) -> str:
         """What differs, in words."""
-        ...
+        return self.describe()
 
 
 class Part(StrEnum):
@@ -60,7 +57,9 @@ class Kind(StrEnum):
     PARAMETER_GRADIENT = "parameter gradient"
     """The gradient of its parameters, though the gradient that came in is right."""
     OPTIMIZER_GRADIENT = "optimizer gradient"
-    """What the optimizer gets, though each pass's gradients are right: they were added up, reduced over ranks and clipped."""
+    """What the optimizer gets, though each pass's gradients are right: they were added up, reduced over ranks and
+    clipped.
+    """
     OPTIMIZER = "optimizer"
     """The weights that the optimizer makes of right gradients."""
 
@@ -91,18 +90,13 @@ class CallErrors:
     exact_parameters: bool = False
     """Parameters that are not equal bit for bit diverge, however little: others of that moment are."""
 
-    def take(self, part: Part, finding: Measured) -> None:
-        """Keep the finding if it is the largest of its part."""
-        if part is Part.INPUTS:
-            self.inputs = _larger(self.inputs, finding)
-        elif part is Part.PARAMETERS:
-            self.parameters = _larger(self.parameters, finding)
-        else:
-            self.output = _larger(self.output, finding)
+    def set(self, part: Part, finding: Measured) -> None:
+        """Keep the finding of a part."""
+        setattr(self, part.value, finding)
 
     def part(self, part: Part) -> Measured | None:
         """Return the finding of a part."""
-        return {Part.INPUTS: self.inputs, Part.PARAMETERS: self.parameters, Part.OUTPUT: self.output}[part]
+        return getattr(self, part.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +168,18 @@ def walk(calls: Calls, errors: Mapping[int, CallErrors], limits: Limits) -> Walk
             best[key] = candidate
     jumps = sorted(best.values(), key=lambda candidate: (-candidate.ratio(limits), candidate.position))
     first = found[0] if found else None
-    fault = next((candidate for candidate in found if candidate.jumps(limits)), jumps[0] if limits.floor and jumps else first)
+    fault = next(
+        (candidate for candidate in found if candidate.jumps(limits)), jumps[0] if limits.floor and jumps else first
+    )
     if fault is not None and calls.names[fault.entry].direction == OPTIMIZER:
         fault = max(_of_the_step(calls, found, fault), key=lambda candidate: candidate.finding.error)
     return Walk(first, fault, jumps)
 
 
 def _of_the_step(calls: Calls, found: list[Candidate], fault: Candidate) -> list[Candidate]:
-    """Return the candidates of an optimizer step: clipping by the norm of all gradients spreads an error over all modules, so that
-    the first of them says nothing, and the largest error does.
+    """Return the candidates of an optimizer step.
+
+    Clipping by the norm of all gradients spreads an error over all modules: the largest error tells, and not the first.
     """
     step = calls.names[fault.entry].call
     names = ((candidate, calls.names[candidate.entry]) for candidate in found if candidate.part is fault.part)
@@ -190,8 +187,9 @@ def _of_the_step(calls: Calls, found: list[Candidate], fault: Candidate) -> list
 
 
 class _Scopes:
-    """Walks through the calls. A call's scope holds the largest error that is known in it so far: what came in, and what the calls
-    in it gave back.
+    """Walks through the calls.
+
+    A call's scope holds the largest error known in it so far: of what came in, and of what the calls in it gave back.
     """
 
     def __init__(self, calls: Calls, errors: Mapping[int, CallErrors], limits: Limits) -> None:
@@ -256,11 +254,9 @@ def _forward_error(calls: Calls, errors: Mapping[int, CallErrors], index: int) -
     found = errors.get(forward) if forward is not None else None
     if found is None:
         return SAME
-    return max((part.error for part in (found.inputs, found.parameters, found.output) if part is not None), default=SAME)
-
-
-def _larger(a: Measured | None, b: Measured) -> Measured:
-    return b if a is None or b.error > a.error else a
+    return max(
+        (part.error for part in (found.inputs, found.parameters, found.output) if part is not None), default=SAME
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +327,7 @@ def describe(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidat
 
 
 def _how_many(calls: Calls, errors: Mapping[int, CallErrors], candidate: Candidate, limits: Limits) -> tuple[int, int]:
-    """Return at how many modules the same differs at the same moment, and how many there are, of parameters and their gradients."""
+    """Return how many modules' parameters, or gradients, differ at the same moment, and of how many."""
     name = calls.names[candidate.entry]
     if candidate.part is not Part.PARAMETERS and name.direction not in (PARAMETER_GRADIENTS, OPTIMIZER):
         return 0, 0

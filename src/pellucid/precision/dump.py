@@ -1,10 +1,12 @@
 """A precision capture of one stage on one rank: what was measured where, in the order in which it ran.
 
-Made by the captures of both backends; `dump_files.py` writes and reads it; compare, heat map and digest work on it. No torch.
+Made by the captures of both backends; `dump_files.py` writes and reads it; compare, heat map and digest work on it. No
+torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.profiler.probe import TokenSpan
+from pellucid.stages import TokenSpan
 
 VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorStats:
-    """What is kept of one tensor."""
+    """What is kept of one tensor; during a capture the numbers are still on the device, and nan and None here."""
 
     dtype: str
     """As torch prints it, e.g. `torch.float32`."""
     shape: tuple[int, ...]
-    min: float
+    min: float = math.nan
     """nan where the tensor holds one, or is empty; so are `max`, `mean` and `norm`."""
-    max: float
-    mean: float
-    norm: float
+    max: float = math.nan
+    mean: float = math.nan
+    norm: float = math.nan
     """L2, over all elements."""
     num_nan: int | None = None
     """None, like the counts below: not counted (captures of msprobe)."""
@@ -51,7 +53,9 @@ class Entry:
     parent: str | None
     """Entry of the enclosing module's call."""
     groups: dict[str, Any]
-    """`input_args`, `input_kwargs`, `output` and so on. Leaves are `TensorStats` or plain values, lists and dicts nest."""
+    """`input_args`, `input_kwargs`, `output` and so on. Leaves are `TensorStats` or plain values, lists and dicts
+    nest.
+    """
     stack: tuple[str, ...] = ()
     """Where it was called, innermost frame first."""
 

@@ -1,13 +1,13 @@
 """The files of a precision capture: written by the captures of both backends, read by compare, heat map and digest.
 
-A capture lies in `<save_path>/step_<N>/<stage>/step<k>/rank<R>/`. `dump.json`, `construct.json` and `stack.json` have msprobe's
-format, so that its own tools read them; `capture.json` says whose capture it is, `samples.npz` holds sums sample by sample.
+A capture lies in `<save_path>/step_<N>/<stage>/step<k>/rank<R>/`. `dump.json`, `construct.json` and `stack.json` have
+msprobe's format, so that its own tools read them; `capture.json` says whose capture it is, `samples.npz` holds sums
+sample by sample.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import zipfile
@@ -19,13 +19,9 @@ from typing import Any
 import numpy as np
 
 from pellucid.errors import UserError
+from pellucid.files.rundir import atomic_open, atomic_write
 from pellucid.precision.dump import VERSION, About, DumpRef, Entry, Pass, SampleSums, StageDump, TensorStats
-from pellucid.profiler.manifest import Manifest, manifest_folder
-from pellucid.profiler.probe import TokenSpan
-from pellucid.rundir import atomic_open, atomic_write
-from pellucid.stages import ROLE_OF, Stage
-
-_log = logging.getLogger(__name__)
+from pellucid.stages import ROLE_OF, Stage, TokenSpan
 
 DUMP, CONSTRUCT, STACK = "dump.json", "construct.json", "stack.json"
 CAPTURE, SAMPLES = "capture.json", "samples.npz"
@@ -35,8 +31,10 @@ OURS = "pellucid"
 _COUNTS = ("num_nan", "num_inf", "num_zero", "num_subnormal")
 _WHOLE_NUMBERS = ("torch.int", "torch.uint", "torch.bool")
 _PLACE = re.compile(r"(?:/rollout_replica(\d+))?/step_(\d+)/(\w+)/step(\d+)/rank(\d+)$")
-_BELOW = ("", "rank*", "step*/rank*", "*/step*/rank*", "step_*/*/step*/rank*", "rollout_replica*/step_*/*/step*/rank*")
-"""Where captures lie below the folder of a rank, a call, a stage, a step, a replica, and below `save_path`."""
+_STEPS = "step_*/*/step*/rank*"
+_BELOW = ("", "rank*", "step*/rank*", "*/step*/rank*", _STEPS, f"rollout_replica*/{_STEPS}", f"profile/{_STEPS}",
+          f"profile/rollout_replica*/{_STEPS}")  # fmt: skip
+"""Where captures lie below the folder of a rank, a call, a stage, a step, a replica, below `save_path` and a run."""
 _AGAIN = "Capture the stage again, or give another folder."
 
 
@@ -103,7 +101,7 @@ def _a_key_a_line(content: Mapping[str, Any]) -> str:
 
 
 def _written(node: Any) -> Any:
-    """Return what is written of a group: tensors with their statistics, other values with their type, as msprobe does."""
+    """Return what is written of a group: tensors as statistics, other values with their type, as msprobe does."""
     if isinstance(node, TensorStats):
         return _written_tensor(node)
     if isinstance(node, dict):
@@ -137,7 +135,7 @@ def _written_tensor(stats: TensorStats) -> dict[str, Any]:
 
 
 def _parents(entries: Iterable[Entry]) -> dict[str, str | None]:
-    """Return the content of `construct.json`; gradients of parameters have no parent and do not appear, as with msprobe."""
+    """Return the content of `construct.json`, as with msprobe without gradients of parameters, which have no parent."""
     return {
         entry.name: entry.parent
         for entry in entries
@@ -181,11 +179,12 @@ def _sum_arrays(sums: SampleSums, positions: dict[str, int]) -> dict[str, np.nda
 def read_dump(folder: Path) -> StageDump:
     """Read a capture, or one that msprobe itself wrote.
 
-    Without `capture.json`, `about` is what the path says. Of msprobe's tensors nothing is counted, and a checksum is there
-    only if its `summary_mode` was `md5`.
+    Without `capture.json`, `about` is what the path says. Of msprobe's tensors nothing is counted, and a checksum is
+    there only if its `summary_mode` was `md5`.
 
     Raises:
-        UserError: the folder holds no capture, a file is torn or is something else, or neither file nor path says whose it is.
+        UserError: the folder holds no capture, a file is torn or is something else, or neither file nor path says
+            whose it is.
     """
     if not (folder / DUMP).is_file():
         raise UserError(str(folder), f"holds no precision capture (no {DUMP}).", "Give the folder of a rank's capture.")
@@ -193,7 +192,7 @@ def read_dump(folder: Path) -> StageDump:
     parents = _read(folder / CONSTRUCT, _read_json) if (folder / CONSTRUCT).exists() else {}
     stacks = _read(folder / STACK, lambda path: _stack_of(_read_json(path))) if (folder / STACK).exists() else {}
     entries = _read(folder / DUMP, lambda _: [
-        Entry(name, parents.get(name), {group: _read_node(node) for group, node in groups.items()}, stacks.get(name, ()))
+        Entry(name, parents.get(name), {key: _read_node(node) for key, node in groups.items()}, stacks.get(name, ()))
         for name, groups in data.items()
     ])  # fmt: skip
     about = read_about(folder) if (folder / CAPTURE).exists() else _about_from_path(folder, head)
@@ -324,45 +323,26 @@ def _read_sums(path: Path, entries: list[Entry]) -> SampleSums:
 
 
 def find_dumps(path: Path) -> list[DumpRef]:
-    """Return the captures of a run, a `save_path`, or one's folder of a step, a stage or a rank, in order of step and stage.
-
-    Of a run whose captures went elsewhere, the manifest says where they are; where it cannot be read, those found by their folders
-    count alone.
+    """Return the captures below a run, a `save_path`, a step, a stage or a rank, in order of step and stage.
 
     Raises:
         UserError: there are none.
     """
     if not path.is_dir():
         raise UserError(str(path), "there is no such folder.", "Give a run's folder, or one of its captures.")
-    roots = [path, path / manifest_folder(path).name]
-    folders = {
-        file.parent.resolve() for root in roots for below in _BELOW for file in root.glob(f"{below}/{DUMP}".lstrip("/"))
-    }
-    for root in roots:
-        try:
-            folders |= {file.parent.resolve() for file in _recorded(root)}
-        except UserError as error:
-            if not folders:
-                raise
-            _log.warning("%s %s Captures in other folders are not found.", error.field, error.reason)
+    folders = {file.parent.resolve() for below in _BELOW for file in path.glob(f"{below}/{DUMP}".lstrip("/"))}
     if not folders:
         raise UserError(
             str(path),
             "holds no precision capture.",
-            "Give a run with global_profiler.tool: precision_debugger, or the folder of a step, stage or rank below it.",
+            "Give a run with global_profiler.tool: precision_debugger, the run's global_profiler.save_path where it "
+            "set one, or a folder of a step, stage or rank.",
         )
     refs = [_ref_from_path(folder) or _ref_from_about(folder) for folder in folders]
     order = [str(stage) for stage in Stage]
     return sorted(
         refs, key=lambda ref: (ref.step, order.index(ref.stage), ref.replica or 0, ref.call, ref.rank, ref.folder)
     )
-
-
-def _recorded(folder: Path) -> list[Path]:
-    """Return the `dump.json` files that a folder's manifest names and that are there."""
-    manifest = _read(folder / "manifest.json", lambda path: Manifest.read(path.parent))
-    files = [folder / file.path for file in manifest.files if file.tool == "precision_debugger"]
-    return [file for file in files if file.name == DUMP and file.is_file()]
 
 
 def _ref_from_path(folder: Path) -> DumpRef | None:

@@ -1,17 +1,23 @@
 """Where NaN or Inf first appeared, as data: what a replay found, and the sentence that people read.
 
-`locate.py` makes it, `NonFiniteError` carries it over ranks to the controller, `finding.json` keeps it. No torch here.
+`locate.py` makes findings; ranks send theirs to the controller, and `finding.json` keeps the earliest. No torch here.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pellucid.profiler.probe import TokenSpan
+from pellucid.stages import TokenSpan
 
 LOSS = "the loss"
 MAX_SHOWN = 8
-"""Tokens of a sample, and samples, that a finding names one by one."""
+"""How many tokens of a sample, and how many samples, a finding names one by one."""
+_NOT_REPRODUCED = (
+    "the same passes, repeated at once, gave finite numbers: it is not reproducible (failing hardware, or a race)"
+)
+_FIRST_FLAG = ", and this is the first module whose flag was raised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +28,11 @@ class BadTokens:
     """`<uid> sample <n>`; of a prompt that its group shares, `<uid>`."""
     part: Literal["prompt", "response"]
     positions: tuple[int, ...]
-    """Of the first few, counted from 0 over prompt and response together."""
+    """Positions of the first few, counted from 0 over prompt and response together."""
     token_ids: tuple[int, ...]
     """Their ids; empty where the pass did not know them."""
     count: int
-    """How many there are."""
+    """How many tokens there are."""
 
     def __str__(self) -> str:
         shown = [
@@ -53,14 +59,15 @@ class Finding:
     operator: str | None = None
     """The operator that made it, where one could be told."""
     num_bad: int = 0
+    """How many values of the tensor in which it was seen are not finite."""
     num_values: int = 0
-    """Values that are not finite, and values, of the tensor in which it was seen."""
+    """How many values that tensor has."""
     tokens: list[BadTokens] = field(default_factory=list)
     """Whose tokens they belong to; empty where the tensor has no token axis."""
     unit: str = ""
     """What the pass is: `micro-batch`, `prefill` or `decode step`; empty outside of passes."""
     index: int = 0
-    """Its number, from 1."""
+    """The pass's number among those of its kind, from 1."""
     num_units: int = 0
     """How many of them there are on this rank; 0 where the rest was not run."""
     order: int = 0
@@ -100,6 +107,26 @@ class Finding:
         return {"sentence": self.sentence(), **asdict(self)}
 
 
+def unexplained(place: tuple[str, str] | None = None, unit: str = "", index: int = 0) -> Finding:
+    """Return the finding of a flag that the replay does not explain; without a `place` it names no module.
+
+    Args:
+        place: name and class of the first module whose flag was raised.
+        unit: what its pass is called.
+        index: the pass's number.
+    """
+    if place is None:
+        return Finding("an unknown place", "", "forward", "NaN or Inf", _NOT_REPRODUCED, reproduced=False)
+    cause = _NOT_REPRODUCED + _FIRST_FLAG
+    return Finding(*place, "forward", "NaN or Inf", cause, unit=unit, index=index, order=index, reproduced=False)
+
+
+def earliest(findings: Iterable[Finding | None]) -> Finding | None:
+    """Return the earliest of the ranks' findings, and of equals the lowest rank's; reproduced ones come first."""
+    found = [finding for finding in findings if finding is not None]
+    return min(found, key=lambda one: (not one.reproduced, not one.index, one.order, one.rank), default=None)
+
+
 def tokens_at(indices: Sequence[int], spans: Sequence[TokenSpan], token_ids: Sequence[int]) -> list[BadTokens]:
     """Return whose tokens lie at ascending `indices` of a pass's flattened token axis; padding is nobody's.
 
@@ -110,10 +137,36 @@ def tokens_at(indices: Sequence[int], spans: Sequence[TokenSpan], token_ids: Seq
     """
     found = []
     for span in spans:
-        mine = [index for index in indices if span.start <= index < span.start + span.length]
+        mine = [index - span.start for index in indices if span.start <= index < span.start + span.length]
         if mine:
-            shown = mine[:MAX_SHOWN]
-            ids = tuple(token_ids[index] for index in shown) if token_ids else ()
-            positions = tuple(index - span.start + span.position for index in shown)
-            found.append(BadTokens(span.sample, span.part, positions, ids, len(mine)))
+            found.append(_bad_tokens(span, mine, token_ids))
     return found
+
+
+def response_tokens_at(
+    places: Iterable[tuple[int, int]], spans: Sequence[TokenSpan], token_ids: Sequence[int]
+) -> list[BadTokens]:
+    """Return whose tokens lie at (row, position in the response) of a micro-batch.
+
+    Args:
+        places: where per-token results are not finite.
+        spans: of the pass; its rows are those of the responses among them. A response's last token is not fed to the
+            model.
+        token_ids: [N] of the pass, or empty.
+    """
+    columns_of: dict[int, list[int]] = {}
+    for row, column in places:
+        columns_of.setdefault(row, []).append(column)
+    responses = [span for span in spans if span.part == "response"]
+    found = []
+    for row, columns in columns_of.items():
+        if row < len(responses) and (mine := [column for column in columns if column <= responses[row].length]):
+            found.append(_bad_tokens(responses[row], mine, token_ids))
+    return found
+
+
+def _bad_tokens(span: TokenSpan, offsets: Sequence[int], token_ids: Sequence[int]) -> BadTokens:
+    shown = offsets[:MAX_SHOWN]
+    known = bool(token_ids) and shown[-1] < span.length
+    ids = tuple(token_ids[span.start + offset] for offset in shown) if known else ()
+    return BadTokens(span.sample, span.part, tuple(span.position + offset for offset in shown), ids, len(offsets))

@@ -1,187 +1,52 @@
-"""Looks at captures on their own: the first NaN or Inf and what it comes from, and modules with unusual values.
+"""Looks at a capture on its own: the first NaN or Inf and what it comes from.
 
-From `find_dumps` to `text.py`; nothing is compared.
+A tensor that holds NaN or Inf counts as infinitely wrong, and the rest is as in a comparison; `text.py` shows it.
 """
-
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from pellucid.precision.calls import FORWARD, Calls, pass_label
-from pellucid.precision.compare import Place, Samples
-from pellucid.precision.difference import SAME, is_float, num_bad
-from pellucid.precision.divergence import CallErrors, Divergence, Limits, Part, describe, part_of, walk
-from pellucid.precision.dump import DumpRef, StageDump, TensorStats, leaves
-
-MANY = 0.5
-"""Share of zeros that is worth a line."""
-MANY_SUBNORMAL = 0.01
-LARGE = 1e4
-"""Largest absolute value that is worth a line: float16 ends at 6.5e4."""
+from pellucid.precision.calls import Calls, pass_label
+from pellucid.precision.capture_table import SAME, is_float, statistics_table, values
+from pellucid.precision.compare import Samples, StageComparison, call_errors, fill
+from pellucid.precision.divergence import Divergence, Limits, Measured, part_of
+from pellucid.precision.dump import StageDump
+from pellucid.precision.matching import Place
 
 
-@dataclass(frozen=True, slots=True)
-class _Bad:
-    """A tensor with NaN or Inf, measured as infinitely wrong."""
-
-    path: str
-    stats: TensorStats
-    error: float
-
-    @property
-    def what(self) -> str:
-        return counts_text(self.stats)
-
-
-@dataclass(frozen=True, slots=True)
-class Unusual:
-    """A tensor that stands out."""
-
-    module: str
-    direction: str
-    path: str
-    what: str
-    weight: float
-    """More is stranger."""
-
-
-@dataclass(slots=True)
-class StageHealth:
-    """What one rank's capture of one stage shows."""
-
-    place: Place
-    num_calls: int
-    num_bad_calls: int
-    """Calls that hold NaN or Inf."""
-    divergence: Divergence | None
-    """The first of them in execution order."""
-    pass_label: str
-    samples: Samples | None
-    bad: list[Unusual]
-    """Modules with NaN or Inf, in execution order."""
-    unusual: list[Unusual] = field(default_factory=list)
-    """Outputs of forward calls."""
-    note: str = ""
-
-
-@dataclass(slots=True)
-class Health:
-    """What all captures show."""
-
-    name: str
-    stages: list[StageHealth]
-
-    @property
-    def first(self) -> StageHealth | None:
-        """The earliest with NaN or Inf."""
-        with_bad = [stage for stage in self.stages if stage.divergence is not None]
-        return min(with_bad, key=_when, default=None)
-
-    @property
-    def ranks(self) -> list[str]:
-        """Ranks that have NaN or Inf in the stage where it first is."""
-        first = self.first
-        if first is None:
-            return []
-        return [stage.place.rank_name for stage in self.stages if stage.place.order == first.place.order and stage.divergence is not None]
-
-
-def _when(stage: StageHealth) -> tuple[int, ...]:
-    assert stage.divergence is not None
-    return (*stage.place.order, stage.divergence.pass_index, stage.divergence.position)
-
-
-def check_captures(
-    refs: Sequence[DumpRef],
-    read: Callable[[DumpRef], StageDump],
-    *,
-    name: str,
-    limit: int = 20,
-    on_capture: Callable[[DumpRef], None] = lambda ref: None,
-) -> Health:
-    """Look at captures one by one."""
-    stages: list[StageHealth] = []
-    for ref in refs:
-        on_capture(ref)
-        place = Place(ref.step, ref.step, ref.stage, ref.stage, ref.call, ref.rank, ref.rank, ref.replica)
-        stages.append(check_dump(read(ref), place, limit=limit))
-    return Health(name, stages)
-
-
-def check_dump(dump: StageDump, place: Place, *, limit: int = 20) -> StageHealth:
-    """Look at one capture."""
+def check_dump(dump: StageDump, place: Place, *, limit: int = 20) -> StageComparison:
+    """Look at one capture; `largest` of the result are its modules with NaN or Inf, in execution order."""
     calls = Calls(dump)
-    errors: dict[int, CallErrors] = {}
-    bad: list[Unusual] = []
-    unusual: list[Unusual] = []
-    for index, (entry, name) in enumerate(zip(dump.entries, calls.names)):
-        found = errors[index] = CallErrors()
-        worst: _Bad | None = None
-        for path, stats in leaves(entry):
-            one = _Bad(path, stats, float("inf") if _is_bad(path, stats) else SAME)
-            found.take(part_of(name, path), one)
-            if one.error > 0:
-                worst = worst or one
-            elif name.direction == FORWARD and part_of(name, path) is Part.OUTPUT and (strange := _strange(stats)) is not None:
-                unusual.append(Unusual(name.label, name.direction, path, *strange))
-        if worst is not None:
-            bad.append(Unusual(name.label, name.direction, worst.path, worst.what, 1.0))
-    limits = Limits(rtol=0.0)
-    fault = walk(calls, errors, limits).fault
-    divergence = describe(calls, errors, fault, limits) if fault is not None else None
+    table = statistics_table((index, entry.name, entry) for index, entry in enumerate(dump.entries))
+    call, paths = values(table, "call"), values(table, "path")
+    column = {name: values(table, name) for name in ("size", "norm", "max", "min", "num_nan", "num_inf")}
+    uncounted, num_nan = np.isnan(column["num_nan"]), np.nan_to_num(column["num_nan"])
+    shows = is_float(values(table, "dtype")) & (column["size"] > 0) & ~np.isfinite(column["norm"])
+    bad = np.where(uncounted, shows, num_nan + np.nan_to_num(column["num_inf"]) > 0)
+    # Masks are made of −Inf; NaN is wrong everywhere.
+    bad = np.where(["mask" in path for path in paths], num_nan > 0, bad).astype(bool)
+    errors = np.where(bad, np.inf, SAME)
     units = [one.unit for one in dump.about.passes]
-    return StageHealth(
-        place=place,
-        num_calls=len(dump.entries),
-        num_bad_calls=len(bad),
-        divergence=divergence,
-        pass_label=pass_label(units, divergence.pass_index) if divergence is not None else "",
-        samples=_bad_samples(dump, divergence) if divergence is not None else None,
-        bad=_one_a_module(bad)[:limit],
-        unusual=sorted(_one_a_module(unusual), key=lambda row: -row.weight)[:limit],
-        note="" if dump.about.complete else f"the capture is not complete ({dump.about.error or 'cut short'})",
-    )
+    result = StageComparison(place=place, num_common=len(dump.entries), num_bad=len(set(call[bad].tolist())))
 
+    def counts(row: int) -> str:
+        """Return how many NaN and Inf of how many values."""
+        one = {name: of[row] for name, of in column.items()}
+        if uncounted[row]:
+            return f"norm {one['norm']:g}, max {one['max']:g}, min {one['min']:g}"
+        kinds = [f"{one[name]:,.0f} {kind}" for name, kind in (("num_nan", "NaN"), ("num_inf", "Inf")) if one[name]]
+        return f"{' and '.join(kinds)} of {one['size']:,} values"
 
-def counts_text(stats: TensorStats) -> str:
-    """Return how many NaN and Inf of how many values."""
-    size = int(np.prod(stats.shape))
-    if stats.num_nan is None:
-        return f"norm {stats.norm:g}, max {stats.max:g}, min {stats.min:g}"
-    counts = [f"{count:,} {kind}" for count, kind in ((stats.num_nan, "NaN"), (stats.num_inf or 0, "Inf")) if count]
-    return f"{' and '.join(counts)} of {size:,} values"
+    def measured(row: int) -> Measured:
+        return Measured(float(errors[row]), paths[row], lambda: counts(row))
 
-
-def _is_bad(path: str, stats: TensorStats) -> bool:
-    """Masks are made of −Inf; NaN is wrong everywhere."""
-    if "mask" in path:
-        return bool(stats.num_nan)
-    return num_bad(stats) > 0
-
-
-def _strange(stats: TensorStats) -> tuple[str, float] | None:
-    """Return what stands out of a finite tensor, and how much."""
-    size = int(np.prod(stats.shape))
-    if not is_float(stats) or size < 2:
-        return None
-    largest = max(abs(stats.max), abs(stats.min))
-    if largest >= LARGE:
-        return f"largest value {largest:.3g}", largest
-    if stats.num_subnormal and stats.num_subnormal >= MANY_SUBNORMAL * size:
-        return f"{stats.num_subnormal / size:.0%} subnormal", stats.num_subnormal / size
-    if stats.num_zero and stats.num_zero >= MANY * size:
-        return ("all zero" if stats.num_zero == size else f"{stats.num_zero / size:.0%} zeros"), 0.1 * stats.num_zero / size
-    return None
-
-
-def _one_a_module(rows: Iterable[Unusual]) -> list[Unusual]:
-    kept: dict[tuple[str, str], Unusual] = {}
-    for row in rows:
-        key = (row.module, row.direction)
-        if key not in kept or row.weight > kept[key].weight:
-            kept[key] = row
-    return list(kept.values())
+    parts = [part_of(calls.names[index], path) for index, path in zip(call, paths)]
+    found, limits = call_errors(range(len(dump.entries)), call, parts, errors, measured), Limits(rtol=0.0)
+    fill(result, calls, found, limits, limit=limit, when=lambda index: pass_label(units, calls.passes[index]))
+    if result.divergence is not None:
+        result.samples = _bad_samples(dump, result.divergence)
+    if not dump.about.complete:
+        result.notes.append(f"{result.where}: the capture is not complete ({dump.about.error or 'cut short'})")
+    return result
 
 
 def _bad_samples(dump: StageDump, divergence: Divergence) -> Samples | None:

@@ -1,7 +1,7 @@
-"""Draws a comparison as one page that needs nothing beside it: modules in execution order by steps, coloured by relative error.
+"""Draws a comparison as one page: modules in execution order by steps, coloured by relative error.
 
-From a `Comparison` to HTML; the template `assets/precision_heatmap.html.j2` draws on a canvas, so hundreds of modules by a hundred
-steps stay quick.
+From a `Comparison` to HTML; the template `assets/precision_heatmap.html.j2` draws on a canvas, so hundreds of modules
+by a hundred steps stay quick.
 """
 
 import base64
@@ -14,8 +14,8 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pellucid.precision.calls import FORWARD
+from pellucid.precision.capture_table import SAME
 from pellucid.precision.compare import GRADIENTS, INPUTS, OUTPUT, PARAMETERS, QUANTITIES, Comparison, StageComparison
-from pellucid.precision.difference import SAME
 from pellucid.precision.divergence import Divergence, Kind
 from pellucid.precision.text import error_text, explanation, headline, joined
 
@@ -54,7 +54,11 @@ class _Column:
 def heatmap_page(result: Comparison) -> str:
     """Return the page."""
     environment = Environment(
-        loader=FileSystemLoader(_ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["error"] = error_text
     template = environment.get_template("precision_heatmap.html.j2")
@@ -70,14 +74,14 @@ def heatmap_page(result: Comparison) -> str:
 
 
 def _data(result: Comparison) -> dict[str, Any]:
-    """Return what the page's script draws: names, and per stage and rank a matrix [rows × columns] of codes per quantity."""
+    """Return what the page's script draws: names, and by stage and rank a matrix [rows × columns] a quantity."""
     rows, classes = _rows(result.stages)
     keys = {stage_key: None for stage in result.stages for stage_key in _columns(stage, result)}
     columns = sorted(keys, key=lambda column: column.order)
     at_row, at_column = {name: row for row, name in enumerate(rows)}, {column: at for at, column in enumerate(columns)}
     layers: dict[tuple[str, str], np.ndarray] = {}
     for stage in result.stages:
-        key = (_stage_name(stage), stage.place.rank_name)
+        key = (stage.place.stage_name, stage.place.rank_name)
         matrix = layers.setdefault(key, np.zeros((len(QUANTITIES), len(rows), len(columns)), dtype="<u2"))
         of_pass = _columns(stage, result)
         for (label, number), cell in stage.cells.items():
@@ -90,7 +94,8 @@ def _data(result: Comparison) -> dict[str, Any]:
         "columns": [{"label": one.label, "about": one.about, "group": one.group, "nth": one.nth} for one in columns],
         "quantities": list(QUANTITIES),
         "layers": [
-            {"stage": stage, "rank": rank, "planes": [_packed(plane) for plane in matrix]} for (stage, rank), matrix in layers.items()
+            {"stage": stage, "rank": rank, "planes": [_packed(plane) for plane in matrix]}
+            for (stage, rank), matrix in layers.items()
         ],
         "first": _first(result, at_row, at_column),
         "rtol": result.rtol,
@@ -103,25 +108,20 @@ def _packed(plane: np.ndarray) -> str:
     return base64.b64encode(plane.tobytes()).decode() if plane.any() else ""
 
 
-def _stage_name(stage: StageComparison) -> str:
-    place = stage.place
-    return place.stage if place.stage == place.stage_b else f"{place.stage}/{place.stage_b}"
-
-
 def _columns(stage: StageComparison, result: Comparison) -> list[_Column]:
     """Return the columns that a stage fills: of several steps one each; of a single step one a pass."""
     place = stage.place
     if len({other.place.step for other in result.stages}) > 1:
-        label = str(place.step) if place.step == place.step_b else f"{place.step}/{place.step_b}"
+        label = place.step_name
         return [_Column((place.step,), label, f"step {label}", "", place.step)]
     return [
-        _Column((*place.order, number), str(number + 1), f"{place.moment}, {label}", _stage_name(stage), number)
+        _Column((*place.order, number), str(number + 1), f"{place.moment}, {label}", stage.place.stage_name, number)
         for number, label in enumerate(stage.pass_labels)
     ]
 
 
 def _rows(stages: list[StageComparison]) -> tuple[list[str], list[str]]:
-    """Return the modules of all stages in execution order: those that only later stages have come behind the one before them."""
+    """Return the modules of all stages in execution order; what only later stages have follows the one before it."""
     order: list[str] = []
     classes: dict[str, str] = {}
     for stage in stages:
@@ -153,7 +153,7 @@ def _first(result: Comparison, at_row: dict[str, int], at_column: dict[_Column, 
     row = at_row.get(divergence.module, at_row.get(divergence.seen_at))
     columns = _columns(found.comparison, result)
     column = columns[divergence.pass_index] if len(columns) > divergence.pass_index else columns[0]
-    return {"row": row, "column": at_column[column], "stage": _stage_name(found.comparison), "ranks": joined(found.ranks),
+    return {"row": row, "column": at_column[column], "stage": found.place.stage_name, "ranks": joined(found.ranks),
             "of": _quantity_of(divergence)}  # fmt: skip
 
 

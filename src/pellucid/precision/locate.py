@@ -1,29 +1,32 @@
 """Finds the first place of a pass at which a value is not finite: module, operator, token; forward and backward.
 
-What went wrong is run again, with a `Locator` round it that looks at every module's inputs and outputs, at every operator
-within them, and at every node of the backward pass. Its `finding` is in `NonFiniteError`.
+A stage that failed is run again with a `Locator` as its probe, which looks at every module's inputs and outputs, at
+every operator within them, and at every node of the backward pass.
 """
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pellucid.precision.finding import MAX_SHOWN, BadTokens, Finding, tokens_at
-from pellucid.precision.sentinel import Place, places
-from pellucid.profiler.probe import TokenSpan
+from pellucid.errors import NonFiniteError
+from pellucid.precision.finding import LOSS, MAX_SHOWN, BadTokens, Finding, response_tokens_at, tokens_at
+from pellucid.precision.naming import Place, places
+from pellucid.stages import PREFILL, TokenSpan, TokenSpans, Unit, plain_name
+from pellucid.types import Rollout
 
-TokensAt = Callable[[list[tuple[int, ...]]], list[BadTokens]]
-"""From places of a part's result that are not finite to whose they are; for a scalar, from those of the [rows, columns] tensor in
-which it began."""
+UNIT_NAMES = {Unit.MICRO_BATCH: "micro-batch", Unit.DECODE_STEP: "decode step"}
+_GENERATION = (PREFILL, UNIT_NAMES[Unit.DECODE_STEP])
 HEALTHY = "its inputs and weights are finite"
 _MAKES_NOTHING = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "aten.detach", "aten.alias")
 """Operators whose results are memory that nothing was written to yet, or what they were given."""
@@ -61,22 +64,22 @@ class _Range:
 
 
 class Locator:
-    """Looks at everything that the enclosed passes compute; `finding` is the first that is not finite.
+    """Looks at everything that the enclosed passes compute; `finding` is the first that is not finite. It is a `Probe`.
 
-    Passes are run to their end, so that collectives stay in step. What ran before is not changed by it, and autograd's graph
-    is the same as without it.
+    Passes are run to their end, so that collectives stay in step; an optimizer step is refused. What ran before is not
+    changed by it, and autograd's graph is the same as without it.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        """Take the models that the passes run, by what is put before their modules' names."""
+        """Take the models that the passes run, by the prefix of their modules' names; the stage's own has none."""
         self.finding: Finding | None = None
-        self.sums_overflow = False
-        """Whether there were finite values whose sum is not: a flag is raised for them, and nothing is wrong."""
+        self._model = models[""]
         self._places = places(models)
         self._handles: list[Any] = []
+        self._node_handles: list[Any] = []
         self._operators = _Operators(self)
-        self.num_passes = 0
-        """That have begun."""
+        self._passes: Counter[str] = Counter()
+        """How many passes of each kind have begun."""
         self._unit, self._events = "", 0
         self._spans: Callable[[], Sequence[TokenSpan]] = tuple
         self._token_ids: torch.Tensor | None = None
@@ -84,9 +87,7 @@ class Locator:
         self._weight_shapes = {shape for model in models.values() for shape in _weight_shapes(model)}
         self._calls: list[_Call] = []
         self._ranges: list[_Range] = []
-        self._part_tokens: TokensAt | None = None
-        self._part_rows = 0
-        self._looking = True
+        self._in_backward = False
 
     def __enter__(self) -> "Locator":
         for module, place in self._places.items():
@@ -95,103 +96,142 @@ class Locator:
         self._operators.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._operators.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    @property
-    def _looks(self) -> bool:
-        return self._looking and self.finding is None
-
-    def begin(self, unit: str, spans: Callable[[], Sequence[TokenSpan]]) -> None:
-        """Say that a pass begins.
-
-        Args:
-            unit: what it is called.
-            spans: whose tokens lie where on its flattened token axis.
-        """
-        self._unit, self._events = unit, 0
-        self.num_passes += 1
-        self._spans, self._token_ids = spans, None
-        self._calls, self._ranges = [], []
+        if self.finding is None and isinstance(error, NonFiniteError) and self._unit in _GENERATION:
+            cause = "the logits are finite, their softmax at this temperature is not"
+            self.finding = Finding("sampling", "", "forward", "NaN or Inf", cause, order=self._order)
+        elif self.finding is not None and self.finding.unit == UNIT_NAMES[Unit.MICRO_BATCH]:
+            self.finding.num_units = self._passes[self.finding.unit]
 
     @contextmanager
-    def part(self, name: str, tokens: TokensAt, num_rows: int = 0) -> Iterator[None]:
-        """Enclose a part of the pass that is no module, such as the loss.
+    def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
+        """Enclose a unit of work.
 
-        Args:
-            name: what it is called.
-            tokens: knows whose its results are.
-            num_rows: M, of results [M, …] of modules in it, which those of a head are.
+        Raises:
+            NonFiniteError: an optimizer step is about to begin; a repetition moves no weights.
         """
-        self._calls.append(_Call((name, ""), _next_node()))
-        self._part_tokens, self._part_rows = tokens, num_rows
+        if unit is Unit.OPTIMIZER_STEP:
+            self._check_gradients()
+            raise NonFiniteError("the repetition of an update", math.nan, [])
+        if spans is not None:
+            self.begin_pass(UNIT_NAMES[unit], spans)
         try:
             yield
         finally:
-            self._part_tokens, self._part_rows = None, 0
+            self._end_backward()
+
+    @contextmanager
+    def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
+        """Enclose a prefill."""
+        self.begin_pass(PREFILL, spans)
+        yield
+
+    def begin_pass(self, unit: str, spans: TokenSpans) -> None:
+        """Begin with a pass, called `unit`, of the tokens in `spans`."""
+        self._unit, self._events = unit, 0
+        self._passes[unit] += 1
+        self._spans, self._token_ids = spans, None
+        self._calls, self._ranges = [], []
+
+    def results(self, **tensors: torch.Tensor | None) -> None:
+        """Look at what the head made of the pass; what comes next, where gradients are computed, is the loss."""
+        if not self._calls:
+            return
+        head = self._calls[-1]
+        self._check(head.place[0], [tensor for tensor in tensors.values() if tensor is not None], self._head()[1])
+        self._leave(self._calls.pop())
+        if torch.is_grad_enabled():
+            self._calls.append(_Call((LOSS, ""), _next_node()))
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Look at a loss, and from now on, until the unit ends, at the nodes of its backward pass."""
+        if self._calls and self._calls[-1].place[0] == LOSS:
+            self._check(LOSS, [value.detach()], {})
             self._leave(self._calls.pop())
+        self._node_handles = [
+            node.register_hook(self._node_hook(node.name(), number)) for node, number in _nodes(value.grad_fn)
+        ]
+        self._in_backward = True  # a layer that is computed anew there has been looked at
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        for handle in self._node_handles:
+            handle.remove()
+        self._node_handles = []
+
+    @property
+    def _looks(self) -> bool:
+        return not self._in_backward and self.finding is None
+
+    @property
+    def _order(self) -> int:
+        return self._passes.total() * _UNITS_APART + self._events
+
+    def _head(self) -> tuple[str, dict[str, torch.Tensor]]:
+        """Return what the output head's results are called, and its weight by name."""
+        head = self._model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        if head is None:  # a classifier's
+            head = next(module for module in self._model.children() if isinstance(module, nn.Linear))
+        name = self._places[head][0]
+        return f"{name}, {'values' if head.out_features == 1 else 'log-probs'}", {
+            f"{name}.weight": head.weight.detach()
+        }
 
     @torch.no_grad()
-    def check(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        weights: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Look at results of the `part` that is being run.
-
-        Args:
-            name: what they are called.
-            tensors: the results.
-            weights: what they were computed with, by name.
-        """
+    def _check(self, name: str, tensors: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+        """Look at results of a part of the pass that is no module: the head, or the loss."""
         if not self._looks:
             return
         self._events += 1
+        suspects = self._calls[-1].suspects
         for tensor in tensors:
             if is_finite(tensor):
                 continue
-            suspects = self._calls[-1].suspects
-            rows = _places_of_bad(tensor) or next((suspect.rows for suspect in suspects if suspect.rows), [])
-            bad_weights = [weight for weight, values in (weights or {}).items() if not is_finite(values)]
+            at = _places_of_bad(tensor) or next((suspect.rows for suspect in suspects if suspect.rows), [])
+            bad_weights = [weight for weight, values in weights.items() if not is_finite(values)]
             if bad_weights:
                 cause = f"all modules before it are finite, {bad_weights[0]} is not"
             elif suspects:
                 cause = "all that it is computed from is finite"
             else:
                 cause = "all modules are finite, another of its inputs is not"
-            self._record((name, ""), "forward", cause, tensor, _operator_of(suspects, tensor), self._of_part(rows))
+            self._record(
+                (name, ""),
+                "forward",
+                cause,
+                tensor,
+                _operator_of(suspects, tensor),
+                self._response_tokens(at, tensor.numel()),
+            )
             return
 
-    @contextmanager
-    def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Enclose the backward pass from `loss`."""
-        handles = [node.register_hook(self._node_hook(node.name(), number)) for node, number in _nodes(loss.grad_fn)]
-        looking, self._looking = self._looking, False  # a layer that is computed anew there has been looked at
-        try:
-            yield
-        finally:
-            self._looking = looking
-            for handle in handles:
-                handle.remove()
-
-    def check_gradients(self, gradients: Mapping[str, torch.Tensor], norm: float) -> None:
-        """Look at the added-up gradients of the parameters, this rank's, and at the norm of all."""
-        if not self._looks:
+    @torch.no_grad()
+    def _check_gradients(self) -> None:
+        """Look at the added-up gradients of the parameters, this rank's, and at their norm."""
+        if self.finding is not None:
             return
         self._unit, self._events = "", _UNITS_APART - 1
+        gradients = {
+            plain_name(name): _local(parameter.grad)
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None and _local(parameter.grad).numel()
+        }
         bad = [name for name, gradient in gradients.items() if not is_finite(gradient)]
         if bad:
             cause = f"every gradient that was added to its own is finite, the sum is not{_among(bad, gradients)}"
             self._record((bad[0], "parameter"), "backward", cause, gradients[bad[0]])
-        elif not math.isfinite(norm):
-            sizes = {name: float(gradient.abs().max()) for name, gradient in gradients.items() if gradient.numel()}
+        elif not is_finite(norm := torch.nn.utils.get_total_norm(gradients.values())):
+            sizes = {name: float(gradient.abs().max()) for name, gradient in gradients.items()}
             largest = max(sizes, key=lambda name: sizes[name])
-            cause = f"all gradients are finite, the largest is {sizes[largest]:.3g} in {largest}: their norm is too large to be held"
-            self._record(("the norm of the gradients", ""), "backward", cause, torch.tensor(norm))
+            size = f"the largest is {sizes[largest]:.3g} in {largest}"
+            cause = f"all gradients are finite, {size}: their norm is too large to be held"
+            self._record(("the norm of the gradients", ""), "backward", cause, norm)
 
     def _before(self, place: Place) -> Callable[[nn.Module, Any, Any], None]:
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -229,7 +269,8 @@ class Locator:
                 if not is_finite(tensor):
                     self._record(place, "forward", _cause(module), tensor, _operator_of(call.suspects, tensor))
                     return
-                self.sums_overflow |= not is_finite(tensor.detach().sum(dtype=_sum_type(tensor)))
+            if not self._calls and self._unit:  # the decoder has returned: the head comes next
+                self._calls.append(_Call((self._head()[0], ""), _next_node()))
 
         return look
 
@@ -282,8 +323,9 @@ class Locator:
     ) -> None:
         if tokens is None:
             tokens = self._tokens_of(tensor) if place[1] and self._unit else []
-        if not tokens and direction == "forward" and tensor.dim() and len(tensor) == self._part_rows:
-            tokens = self._of_part([(row,) for row in _bad_rows(tensor)])
+        in_head = bool(self._calls) and not self._calls[0].place[1]
+        if not tokens and direction == "forward" and in_head and tensor.dim():
+            tokens = self._response_tokens([(row,) for row in _bad_rows(tensor)], len(tensor))
         self.finding = Finding(
             *place,
             direction,
@@ -294,18 +336,42 @@ class Locator:
             tensor.numel(),
             tokens,
             self._unit,
-            self.num_passes,
-            order=self.num_passes * _UNITS_APART + self._events,
+            self._passes[self._unit] if self._unit else 0,
+            order=self._order,
         )
 
-    def _of_part(self, places: list[tuple[int, ...]]) -> list[BadTokens]:
-        return [] if self._part_tokens is None else self._part_tokens(places)
+    def _response_tokens(self, places: list[tuple[int, ...]], num_rows: int) -> list[BadTokens]:
+        """Return whose response tokens lie at places of a result.
+
+        Args:
+            places: (m,) of [M, …] results of a head, in which all predicted tokens follow each other, or (row, column)
+                of [rows, columns] in a loss.
+            num_rows: length of the head's result; what is not M long is none.
+        """
+        spans = self._spans()
+        responses = [span for span in spans if span.part == "response"]
+        predicted = [
+            (row, column)
+            for row, span in enumerate(responses)
+            for column in range(span.length + 1)
+            if span.sampled is None or span.sampled[column]
+        ]
+        found: list[tuple[int, int]] = []
+        for place in places:
+            if len(place) == 2:
+                found.append((place[0], place[1]))
+            elif len(place) == 1 and len(predicted) == num_rows:
+                found.append(predicted[place[0]])
+        return response_tokens_at(found, spans, self._ids())
+
+    def _ids(self) -> list[int]:
+        return [] if self._token_ids is None else self._token_ids.flatten().tolist()
 
     def _tokens_of(self, tensor: torch.Tensor) -> list[BadTokens]:
         """Return whose tokens hold what is not finite in a module's result, or in a gradient of the same shape."""
         if self._token_ids is None or tuple(tensor.shape) in self._weight_shapes:
             return []
-        ids = self._token_ids.flatten().tolist()
+        ids = self._ids()
         return tokens_at(_bad_tokens(tensor, len(ids)), self._spans(), ids)
 
 
@@ -347,12 +413,13 @@ def kinds_of_bad(tensors: Sequence[torch.Tensor]) -> str:
     return " and ".join(kind for kind, there in kinds.items() if there)
 
 
-def _sum_type(tensor: torch.Tensor) -> torch.dtype | None:
-    return torch.float32 if tensor.dtype == torch.float16 else None
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of numbers in nested arguments or results that can be looked at: no shards, no packed weights."""
+    """Yield the tensors of floats in nested values that can be looked at: no shards, no packed weights."""
     if isinstance(value, torch.Tensor):
         if type(value) in (torch.Tensor, nn.Parameter) and value.is_floating_point() and value.layout == torch.strided:
             yield value
@@ -373,7 +440,9 @@ def _cause(module: nn.Module) -> str:
         if not isinstance(tensor, torch.Tensor) or all(map(is_finite, _tensors(tensor))):
             continue
         num_bad = int((~torch.isfinite(tensor)).sum())
-        return f"its inputs are finite, its {name} holds {kinds_of_bad([tensor])} in {num_bad} of {tensor.numel()} values"
+        return (
+            f"its inputs are finite, its {name} holds {kinds_of_bad([tensor])} in {num_bad} of {tensor.numel()} values"
+        )
     if any(True for _ in module.children()):
         return "its inputs and the results of the modules in it are finite"
     return HEALTHY
@@ -405,7 +474,7 @@ def _true_rows(matrix: torch.Tensor) -> list[int]:
 
 
 def _bad_tokens(tensor: torch.Tensor, num_tokens: int) -> list[int]:
-    """Return which of the N tokens hold values that are not finite: along [N, …] or [B, L, …] with B·L = N, or else one axis of N."""
+    """Return which of N tokens hold NaN or Inf: along [N, …] or [B, L, …] with B·L = N, or else the one axis of N."""
     bad, shape = ~torch.isfinite(tensor), tuple(tensor.shape)
     if num_tokens not in accumulate(shape, operator.mul):
         axes = [axis for axis, length in enumerate(shape) if length == num_tokens]
@@ -428,7 +497,7 @@ def _next_node() -> int:
 
 
 def _nodes(root: Any) -> list[tuple[Any, int]]:
-    """Return the nodes of the backward pass from `root`, and their numbers; those that add to a parameter's gradient are left out."""
+    """Return the nodes of the backward pass from `root` and their numbers, but for those of parameters' gradients."""
     found, seen, waiting = [], {root}, [root]
     while waiting:
         node = waiting.pop()
@@ -445,34 +514,56 @@ def _among(bad: Sequence[str], there: Mapping[str, object]) -> str:
     return "" if len(bad) == 1 else f" (as in {len(bad)} of {len(there)} parameters)"
 
 
-def locate_weights(
-    parameters: Mapping[str, torch.Tensor], moments: Mapping[str, Mapping[str, torch.Tensor]], lr: float
-) -> Finding | None:
-    """Return which parameter's weights are not finite after an optimizer step, and what it was taken from; None if all are finite.
+@torch.no_grad()
+def locate_weights(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Finding | None:
+    """Return which parameter an optimizer step has made NaN or Inf, and of what; None if all are finite.
 
-    The step was taken, so its gradients were finite.
-
-    Args:
-        parameters: this rank's, by name.
-        moments: the optimizer's state of each.
-        lr: the step's learning rate.
+    The step was taken, so its gradients were finite. Of sharded parameters this rank's part is looked at.
     """
-    bad = [name for name, tensor in parameters.items() if not is_finite(tensor)]
+    parameters = {
+        plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    bad = [name for name, parameter in parameters.items() if not is_finite(_local(parameter))]
     if not bad:
         return None
-    first = bad[0]
-    states = {name: tensor for name, tensor in moments.get(first, {}).items() if not is_finite(tensor)}
-    health = "the parameter's optimizer state is finite, too"
-    if states:
-        health = "of its optimizer state " + ", ".join(f"{name} holds {kinds_of_bad([tensor])}" for name, tensor in states.items())
-    cause = f"the step's gradients were finite and its learning rate was {lr:.3g}; {health}{_among(bad, parameters)}"
-    tensor = parameters[first]
-    return Finding(
-        first,
-        "parameter",
-        "optimizer",
-        kinds_of_bad([tensor]),
-        cause,
-        num_bad=int((~torch.isfinite(tensor)).sum()),
-        num_values=tensor.numel(),
+    parameter = parameters[bad[0]]
+    used = next((one for one in optimizers if parameter in one.state), None)
+    state = {} if used is None else {name: _local(value) for name, value in used.state[parameter].items()}
+    spoilt = [f"{name} holds {kinds_of_bad([tensor])}" for name, tensor in state.items() if not is_finite(tensor)]
+    health = (
+        f"of its optimizer state {', '.join(spoilt)}" if spoilt else "the parameter's optimizer state is finite, too"
     )
+    lr = math.nan if used is None else used.param_groups[0]["lr"]
+    cause = f"the step's gradients were finite and its learning rate was {lr:.3g}; {health}{_among(bad, parameters)}"
+    tensor = _local(parameter)
+    num_bad = int((~torch.isfinite(tensor)).sum())
+    kinds = kinds_of_bad([tensor])
+    return Finding(bad[0], "parameter", "optimizer", kinds, cause, num_bad=num_bad, num_values=tensor.numel())
+
+
+def with_loss_input(finding: Finding, tensors: Mapping[str, torch.Tensor], rollouts: Sequence[Rollout]) -> Finding:
+    """Return a finding in the loss with the name of the tensor of the mini-batch that brought it in, if one did.
+
+    Args:
+        finding: any.
+        tensors: [B, …] of the mini-batch, by name.
+        rollouts: its B samples.
+    """
+    if finding.place != LOSS or finding.direction != "forward":
+        return finding
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or is_finite(tensor):
+            continue
+        bad = ~torch.isfinite(tensor)
+        tokens = []
+        for rollout, row in zip(rollouts, bad.flatten(1) if bad.dim() > 1 else bad[:, None]):
+            if columns := row[: len(rollout.token_ids)].nonzero()[:, 0].tolist():
+                name_of, start = f"{rollout.prompt.uid} sample {rollout.sample}", len(rollout.prompt.token_ids)
+                span = TokenSpan(name_of, "response", 0, len(rollout.token_ids), start)
+                tokens += tokens_at(columns, [span], rollout.token_ids)
+        cause = f"the head's results are finite, the batch's {name} are not"
+        num_bad = int(bad.sum())
+        return replace(
+            finding, cause=cause, what=kinds_of_bad([tensor]), tokens=tokens, num_bad=num_bad, num_values=bad.numel()
+        )
+    return finding

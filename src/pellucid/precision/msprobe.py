@@ -1,7 +1,8 @@
 """Captures by msprobe (package mindstudio-probe): one session for each stage, around its real `PrecisionDebugger`.
 
-The precision debugger opens a session when a stage begins and closes it when the stage ends; msprobe writes the files. It is
-made for one debugger in a process that does nothing else, hence the care taken here to leave no trace of a session behind.
+The precision debugger opens a session when a stage begins and closes it when the stage ends; msprobe writes the files.
+It is made for one debugger in a process that does nothing else, hence the care taken here to leave no trace of a
+session behind.
 """
 
 import atexit
@@ -27,7 +28,7 @@ from torch.utils.hooks import BackwardHook
 from pellucid.config.schema.msprobe_json import read_json
 from pellucid.errors import MissingExtraError, UserError
 
-log = logging.getLogger("pellucid.profiler")
+log = logging.getLogger("pellucid.observe")
 
 _SECTION = "global_profiler.global_tool_config.precision_debugger"
 _BACKEND, _CONFIG_PATH = f"{_SECTION}.backend", f"{_SECTION}.config_path"
@@ -48,8 +49,8 @@ def check(config_path: str | Path, level: str | None) -> None:
         level: L0, L1 or mix; None: the file's, else L0.
 
     Raises:
-        UserError: the file cannot be read, msprobe refuses what it says, or the installed release is none of those known;
-            if there is none, a `MissingExtraError`.
+        UserError: the file cannot be read, msprobe refuses what it says, or the installed release is none of those
+            known; if there is none, a `MissingExtraError`.
     """
     msprobe, content = _internals(), read_json(config_path)
     if "load" in content:
@@ -72,7 +73,8 @@ class MsprobeSession:
     passes that autograd may run on threads of its own.
 
     Args:
-        models: the modules that the stage runs, every chunk; several are told apart by their number in the entries' names.
+        models: the modules that the stage runs, every chunk; several are told apart by their number in the entries'
+            names.
         folder: where the files go, in `step<k>/rank<R>`; k is the first that this rank has not used.
         config_path: msprobe's JSON config, as `check` has seen it.
         level: L0 modules, L1 operators, mix both; None: the file's, else L0.
@@ -96,8 +98,8 @@ class MsprobeSession:
 
         Raises:
             UserError: the installed msprobe is not one of those known.
-            RuntimeError: a capture is open in this process, or a `PrecisionDebugger` that is not the profiler's; or msprobe
-                cannot begin.
+            RuntimeError: a capture is open in this process, or a `PrecisionDebugger` that is not the profiler's; or
+                msprobe cannot begin.
         """
         if not _session.acquire(blocking=False):
             raise RuntimeError("msprobe captures one stage at a time, and another's capture is open in this process")
@@ -340,7 +342,7 @@ def _without_megatron() -> Iterator[None]:
 
 @contextmanager
 def _verl_hidden_from(module_processor: Any) -> Iterator[None]:
-    """Keep msprobe from leaving out the first and the last module, as it does where verl is imported, if only for a reward."""
+    """Keep msprobe from leaving out the first and the last module, as it does where verl is imported."""
     module_processor.sys = types.SimpleNamespace(modules={k: v for k, v in sys.modules.items() if k != "verl"})
     try:
         yield

@@ -3,17 +3,15 @@
 From the model objects that a stage runs to msprobe's `Module.<path>.<Class>`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-_WRAPPER = "_fsdp_wrapped_module"
+from pellucid.stages import plain_name
 
-
-def plain_name(name: str) -> str:
-    """Return the name of a module or parameter without what FSDP, the first, puts into it."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+Place = tuple[str, str]
+"""A module's name in the model, and its class."""
 
 
 def class_name(module: torch.nn.Module) -> str:
@@ -23,7 +21,7 @@ def class_name(module: torch.nn.Module) -> str:
 
 
 def plain_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield path and module of the model, whose path is empty, and of all that is inside it; FSDP's wrappers are left out."""
+    """Yield path and module of the model, whose path is empty, and of all in it but FSDP's wrappers."""
     for name, module in model.named_modules():
         if not isinstance(module, FullyShardedDataParallel):
             yield plain_name(name), module
@@ -39,6 +37,19 @@ def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
         for path, module in plain_modules(model):
             if path:
                 yield prefix + path, module
+
+
+def places(models: Mapping[str, torch.nn.Module]) -> dict[torch.nn.Module, Place]:
+    """Return the name and the class of each module as they are without sharding; what only wraps others is left out.
+
+    Args:
+        models: by what is put before their modules' names.
+    """
+    return {
+        module: (prefix + (path or "the model"), class_name(module))
+        for prefix, model in models.items()
+        for path, module in plain_modules(model)
+    }
 
 
 def entry_prefix(path: str, module: torch.nn.Module) -> str:

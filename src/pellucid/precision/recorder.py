@@ -5,7 +5,6 @@ Hooks of modules (`capture.py`) and of operators (`operators.py`) add to it; `du
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -14,36 +13,25 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pellucid.precision.dump import Entry, Pass, SampleSums, TensorStats
+from pellucid.precision.dump import Entry, Pass, SampleSums, TensorStats, leaves
 from pellucid.precision.statistics import Measurer, Rows, Spans
-from pellucid.profiler.probe import TokenSpan
+from pellucid.stages import TokenSpan
 
 MAX_FRAMES = 24
 """Of a stack, innermost first."""
 _ROOM, _HOOKS = __file__.rpartition("recorder")[0], torch.nn.modules.module.__file__
 
 
-@dataclass(slots=True, eq=False)
-class Leaf:
-    """A tensor that was measured: its row, and what is known without looking at values."""
-
-    row: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    requires_grad: bool
-    by_sample: bool = False
-    """Whether the row has sums for each span of the pass."""
-    shard: tuple[int, int] | None = None
-
-
 class Recorder:
-    """See the module. One capture, one device."""
+    """Collects the entries of one capture on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._measurer = Measurer(device)
         self._entries: list[tuple[Entry, int]] = []
         """Each with the pass that it belongs to."""
-        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, Leaf]] = {}
+        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, TensorStats]] = {}
+        self._measured: dict[int, tuple[TensorStats, int, bool]] = {}
+        """By identity the statistics to be filled in, their row, and whether it has sums for each span of the pass."""
         self.passes: list[Pass] = []
         self._spans: Spans | None = None
         self._num_tokens: int | None = None
@@ -61,7 +49,7 @@ class Recorder:
         return entry
 
     def measure(self, values: Any) -> Any:
-        """Return nested arguments with a `Leaf` in place of each tensor; other values as they are, objects by their type."""
+        """Return nested arguments with statistics, still to be filled in, for each tensor; objects by their type."""
         if isinstance(values, torch.Tensor):
             return self.leaf(values)
         if isinstance(values, list | tuple):
@@ -72,7 +60,9 @@ class Recorder:
             return values
         return f"<{type(values).__name__}>"
 
-    def leaf(self, tensor: torch.Tensor, shard: tuple[int, int] | None = None, *, of_tokens: bool = True) -> Leaf:
+    def leaf(
+        self, tensor: torch.Tensor, shard: tuple[int, int] | None = None, *, of_tokens: bool = True
+    ) -> TensorStats:
         """Measure a tensor, unless that has been done: what one module computes another reads.
 
         Args:
@@ -95,21 +85,23 @@ class Recorder:
         self._seen[key] = (StorageWeakRef(storage), leaf)
         return leaf
 
-    def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> Leaf:
+    def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> TensorStats:
         if self._num_tokens is None:
             self._learn_num_tokens(tensor)
         spans = self._spans if of_tokens and self._has_token_axis(tensor) else None
         row = self._measurer.measure(tensor.detach(), spans)
-        return Leaf(row, tensor.dtype, tuple(tensor.shape), tensor.requires_grad, spans is not None, shard)
+        stats = TensorStats(str(tensor.dtype), tuple(tensor.shape), requires_grad=tensor.requires_grad, shard=shard)
+        self._measured[id(stats)] = stats, row, spans is not None
+        return stats
 
     def _learn_num_tokens(self, ids: torch.Tensor) -> None:
         """Learn from the ids, which a pass reads first, how long its token axis is."""
         if not self.passes or ids.is_floating_point() or ids.dim() != 2:
             return
-        self._num_tokens = ids.numel()
+        self._num_tokens = num_tokens = ids.numel()
         if spans := self.passes[-1].spans:
             starts, lengths = zip(*((span.start, span.length) for span in spans), strict=True)
-            self._spans = Spans(np.array(starts), np.array(lengths), self._num_tokens)
+            self._spans = Spans(np.array(starts), np.array(lengths), num_tokens)
 
     def _has_token_axis(self, tensor: torch.Tensor) -> bool:
         shape = tensor.shape
@@ -118,16 +110,18 @@ class Recorder:
         return len(shape) > 2 and shape[0] * shape[1] == self._num_tokens
 
     def dump(self) -> tuple[list[Entry], SampleSums | None]:
-        """Copy the numbers from the device, once, and return the entries with statistics in place of leaves."""
+        """Copy the numbers from the device, once, and return the entries with their statistics filled in."""
         rows = self._measurer.fetch()
+        for stats, row, _ in self._measured.values():
+            _fill_in(stats, row, rows)
         names, passes, of_rows = [], [], []
         for entry, pass_index in self._entries:
-            for path, leaf in _leaves(entry.groups, ""):
-                if leaf.by_sample:
+            for path, stats in leaves(entry):
+                _, row, by_sample = self._measured[id(stats)]
+                if by_sample:
                     names.append(f"{entry.name}|{path}")
                     passes.append(pass_index)
-                    of_rows.append(leaf.row)
-            entry.groups = _with_statistics(entry.groups, rows)
+                    of_rows.append(row)
         return [entry for entry, _ in self._entries], _sample_sums(names, passes, of_rows, rows)
 
 
@@ -142,38 +136,12 @@ def call_stack(frame: FrameType | None) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _leaves(node: Any, path: str) -> list[tuple[str, Leaf]]:
-    if isinstance(node, Leaf):
-        return [(path, node)]
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    return [found for key, value in items for found in _leaves(value, f"{path}.{key}" if path else str(key))]
-
-
-def _with_statistics(node: Any, rows: Rows) -> Any:
-    if isinstance(node, Leaf):
-        return _statistics(node, rows)
-    if isinstance(node, dict):
-        return {key: _with_statistics(value, rows) for key, value in node.items()}
-    return [_with_statistics(value, rows) for value in node] if isinstance(node, list) else node
-
-
-def _statistics(leaf: Leaf, rows: Rows) -> TensorStats:
-    row = leaf.row
-    return TensorStats(
-        str(leaf.dtype),
-        leaf.shape,
-        float(rows.min[row]),
-        float(rows.max[row]),
-        float(rows.mean[row]),
-        float(rows.norm[row]),
-        int(rows.num_nan[row]),
-        int(rows.num_inf[row]),
-        int(rows.num_zero[row]),
-        int(rows.num_subnormal[row]),
-        f"{int(rows.checksum[row]):016x}",
-        leaf.requires_grad,
-        leaf.shard,
-    )
+def _fill_in(stats: TensorStats, row: int, rows: Rows) -> None:
+    stats.min, stats.max = float(rows.min[row]), float(rows.max[row])
+    stats.mean, stats.norm = float(rows.mean[row]), float(rows.norm[row])
+    stats.num_nan, stats.num_inf = int(rows.num_nan[row]), int(rows.num_inf[row])
+    stats.num_zero, stats.num_subnormal = int(rows.num_zero[row]), int(rows.num_subnormal[row])
+    stats.checksum = f"{int(rows.checksum[row]):016x}"
 
 
 def _sample_sums(names: list[str], passes: list[int], of_rows: list[int], rows: Rows) -> SampleSums | None:

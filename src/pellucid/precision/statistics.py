@@ -1,15 +1,15 @@
-"""Statistics of tensors in one pass over their memory: what a capture records of every input, output, parameter and gradient.
+"""Statistics of tensors in one pass over their memory: what a capture records of each of them.
 
-A capture hands in tensors while a stage runs and takes all results at its end, in one copy where they lie on a device. On CPU
-a numba kernel reads each tensor once (`kernels.py`); without numba, and on other devices, PyTorch's own reductions find the same.
+A capture hands in tensors while a stage runs and takes all results at its end, in one copy where they lie on a device.
+On CPU a numba kernel reads each tensor once (`kernels.py`); without numba, and on other devices, PyTorch's own
+reductions find the same.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
 from types import ModuleType
 from typing import Literal
 
@@ -22,19 +22,16 @@ from pellucid.errors import MissingExtraError
 
 Kernel = Literal["numba", "torch"]
 
-_FLOATS = {  # stored as, the same for numpy, bits of the fraction
-    torch.float16: (torch.int16, np.dtype(np.float32), 10),
-    torch.bfloat16: (torch.int16, np.dtype(np.float32), 7),
-    torch.float32: (torch.int32, np.dtype(np.float32), 23),
-    torch.float64: (torch.int64, np.dtype(np.float64), 52),
-}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MEASURABLE = frozenset((*_FLOATS, *_INTEGERS, torch.complex64, torch.complex128))
 """The dtypes that `Measurer.measure` takes."""
 
-_BLOCK_BYTES, _CHUNK_BYTES = 8192, 1 << 20  # as in kernels.py, which only numba can import
+_BLOCK_BYTES = 8192  # as in kernels.py, which only numba can import
+_CHUNK_BYTES = 1 << 20  # has sums of its own, added in order: results do not depend on the number of threads
 _THREADS_BYTES = 8 << 20  # from which on waking other threads pays
-# Of a tensor that PyTorch's reductions look at together: bounds the memory that their masks take; on CPU also keeps it at hand.
+# Of a tensor that PyTorch's reductions look at together: bounds the memory that their masks take; on CPU also keeps it
+# at hand.
 _PIECE_ELEMENTS, _PIECE_ELEMENTS_CPU = 1 << 24, 1 << 18
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _NO_SPANS = np.zeros((0, 2), dtype=np.int64)
@@ -58,7 +55,6 @@ class Spans:
         if len(edges) and (edges[0] < 0 or edges[-1] > num_tokens or (np.diff(edges) < 0).any()):
             raise ValueError(f"spans must follow one another within {num_tokens} tokens, not {bounds.tolist()}")
         self.bounds, self.num_tokens = bounds, num_tokens
-        self._by_width: dict[int, np.ndarray] = {}
         self._on_device: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
@@ -73,9 +69,7 @@ class Spans:
         width, rest = divmod(num_elements, max(self.num_tokens, 1))
         if rest or (num_elements and not self.num_tokens):
             raise ValueError(f"{num_elements} elements are not shared equally by {self.num_tokens} tokens")
-        if width not in self._by_width:
-            self._by_width[width] = self.bounds * width
-        return self._by_width[width]
+        return self.bounds * width
 
     def tokens(self, device: torch.device) -> Tensor:
         """Return int64[S, longest]: the tokens of each span, N where it has no more."""
@@ -89,10 +83,12 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Statistics of R tensors, one a row, in the order in which they were measured; sums of spans of the K that had any."""
+    """Statistics of R tensors, a row each, in the order of measuring; sums of spans of the K that had any."""
 
     min: np.ndarray
-    """float64[R], as are `max`, `mean` and `norm` (L2): NaN where the tensor holds a NaN or nothing at all. Zero has no sign."""
+    """float64[R], as are `max`, `mean` and `norm` (L2): NaN where the tensor holds a NaN or nothing at all. Zero has
+    no sign.
+    """
     max: np.ndarray
     mean: np.ndarray
     norm: np.ndarray
@@ -120,8 +116,8 @@ class Measurer:
     """Measures the tensors of one capture on one device, for the thread that made it.
 
     The checksum of a tensor's bytes, as little-endian 64-bit words w padded with zeros: each block of 1024 words adds
-    mix(Σ (w ^ w >> 31) * weight[i] + golden * (block + 1)), mix being SplitMix64's and the weights odd, all modulo 2^64;
-    the number of bytes is added last. It tells order, and any change within one word for certain.
+    mix(Σ (w ^ w >> 31) * weight[i] + golden * (block + 1)), mix being SplitMix64's and the weights odd, all modulo
+    2^64; the number of bytes is added last. It tells order, and any change within one word for certain.
 
     Args:
         device: where all tensors lie.
@@ -185,14 +181,14 @@ class Measurer:
 
     def fetch(self) -> Rows:
         """Return the statistics of all tensors measured so far."""
-        found = self._backend.fetch(self._dtypes)
+        found = self._backend.fetch(len(self._num_elements))
         elements = np.array(self._num_elements, dtype=np.int64)
         num_bytes = elements * np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
-        counts = found.counts
+        floats, counts = found.floats, found.counts
         unknown = np.where((counts[:, 0] > 0) | (elements == 0), np.nan, 0.0)
         return Rows(
-            min=found.extremes[:, 0] + unknown, max=found.extremes[:, 1] + unknown,
-            mean=found.sums[:, 0] / np.maximum(elements, 1) + unknown, norm=np.sqrt(found.sums[:, 1]) + unknown,
+            min=floats[:, 0] + unknown, max=floats[:, 1] + unknown,
+            mean=floats[:, 2] / np.maximum(elements, 1) + unknown, norm=np.sqrt(floats[:, 3]) + unknown,
             num_nan=counts[:, 0], num_inf=counts[:, 1], num_zero=counts[:, 2], num_subnormal=counts[:, 3],
             checksum=(counts[:, 4] + num_bytes).view(np.uint64),
             span_rows=np.array(self._span_rows, dtype=np.int64),
@@ -205,10 +201,8 @@ class Measurer:
 class _Found:
     """What a backend has of R rows."""
 
-    extremes: np.ndarray
-    """float64[R, 2] minimum, maximum."""
-    sums: np.ndarray
-    """float64[R, 2] Σx, Σx²."""
+    floats: np.ndarray
+    """float64[R, 4] minimum, maximum, Σx, Σx²."""
     counts: np.ndarray
     """int64[R, 5] NaN, Inf, zero, subnormal, checksum without the length."""
     num_spans: list[int]
@@ -219,36 +213,73 @@ class _Found:
     """int64[all spans] NaN + Inf."""
 
 
+@cache
+def _wide(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Return the float that a dtype is measured as, without loss but of 64-bit integers, and integers of its size."""
+    is_narrow = dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return (torch.float32, torch.int32) if is_narrow else (torch.float64, torch.int64)
+
+
+@cache
+def _limits(dtype: torch.dtype, wide: torch.dtype) -> tuple[int, int]:
+    """Return the bits of infinity and of a dtype's smallest normal number as those of a wider float."""
+    smallest_normal = torch.finfo(dtype if dtype in _FLOATS else wide).tiny
+    stored = torch.int32 if wide == torch.float32 else torch.int64
+    infinity, smallest = torch.tensor([np.inf, smallest_normal], dtype=wide).view(stored).tolist()
+    return infinity, smallest
+
+
 class _CpuBackend:
-    """Numpy buffers that the numba kernel fills; a large tensor's chunks are shared by as many threads as PyTorch uses."""
+    """Numpy buffers that the numba kernel fills; as many threads as PyTorch uses share a large tensor's chunks."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self._kernels = _import_kernels()
-        self._sums, self._counts = np.zeros((1024, 2)), np.zeros((1024, 7), dtype=np.int64)
+        self._kernel = _import_kernels().measure
+        self._weights = _Mix(self.device).weights.numpy().view(np.uint64)
+        self._floats, self._counts = np.zeros((1024, 4)), np.zeros((1024, 5), dtype=np.int64)
         self._span_sums: list[np.ndarray] = []
         self._span_bad: list[np.ndarray] = []
         self._pool: ThreadPoolExecutor | None = None
 
     def reserve(self, num_rows: int) -> None:
-        if num_rows > len(self._sums):
-            self._sums = np.concatenate((self._sums, np.zeros_like(self._sums)))
+        if num_rows > len(self._floats):
+            self._floats = np.concatenate((self._floats, np.zeros_like(self._floats)))
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
 
     def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
-        run = self._kernel(flat, bounds)
-        num_chunks = -(-flat.numel() * flat.element_size() // _CHUNK_BYTES)
-        span_sums, span_bad = np.zeros((num_chunks, len(bounds), 2)), np.zeros((num_chunks, len(bounds)), dtype=np.int64)
-        if num_chunks == 1:
-            run((0, 1), self._sums, self._counts, row, span_sums, span_bad)
+        # Not `numpy()`, after which PyTorch never lets a storage be resized again: FSDP frees gathered weights that
+        # way. What numpy lacks a dtype for is read as integers.
+        foreign = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}.get(flat.dtype)
+        stored = np.from_dlpack(flat if foreign is None else flat.view(foreign))
+        wide, bits = (str(dtype).removeprefix("torch.") for dtype in _wide(flat.dtype))
+        limits = _limits(flat.dtype, _wide(flat.dtype)[0])
+        size = _CHUNK_BYTES // stored.itemsize
+        num_chunks = -(-len(stored) // size)
+        floats, counts = np.empty((num_chunks, 4)), np.empty((num_chunks, 5), dtype=np.int64)
+        span_sums = np.zeros((num_chunks, len(bounds), 2))
+        span_bad = np.zeros((num_chunks, len(bounds)), dtype=np.int64)
+
+        def run(chunk: int) -> None:
+            piece = stored[chunk * size : (chunk + 1) * size]
+            values = (
+                (piece.astype(np.int32) << 16).view(np.float32)
+                if flat.dtype == torch.bfloat16
+                else piece.astype(wide, copy=False)
+            )
+            self._kernel(
+                piece.view(np.uint8), values, values.view(bits), self._weights, *limits, chunk * size, bounds,
+                floats[chunk], counts[chunk], span_sums[chunk], span_bad[chunk],
+            )  # fmt: skip
+
+        if flat.nbytes >= _THREADS_BYTES and torch.get_num_threads() > 1:
+            self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="statistics")
+            list(self._pool.map(run, range(num_chunks)))
         else:
-            sums, counts = np.empty((num_chunks, 2)), np.empty((num_chunks, 7), dtype=np.int64)
-            num_threads = min(torch.get_num_threads(), num_chunks) if flat.nbytes >= _THREADS_BYTES else 1
-            self._share(lambda chunks: run(chunks, sums, counts, 0, span_sums, span_bad), num_chunks, num_threads)
-            self._sums[row] = sums.sum(0)
-            self._counts[row] = counts.sum(0)
-            self._counts[row, :2] = counts[:, 0].min(), counts[:, 1].max()
+            for chunk in range(num_chunks):
+                run(chunk)
+        self._floats[row] = floats[:, 0].min(), floats[:, 1].max(), *floats[:, 2:].sum(0)
+        self._counts[row] = counts.sum(0)
         if spans is not None:
             self._span_sums.append(span_sums.sum(0))
             self._span_bad.append(span_bad.sum(0))
@@ -257,55 +288,12 @@ class _CpuBackend:
         self._span_sums.append(np.zeros((num_spans, 2)))
         self._span_bad.append(np.zeros(num_spans, dtype=np.int64))
 
-    def fetch(self, dtypes: list[torch.dtype]) -> _Found:
-        counts = self._counts[: len(dtypes)]
+    def fetch(self, num_rows: int) -> _Found:
         return _Found(
-            _values_of_keys(counts[:, :2], dtypes), self._sums[: len(dtypes)].copy(), counts[:, 2:].copy(),
-            [len(each) for each in self._span_bad], np.concatenate([np.zeros((0, 2)), *self._span_sums]),
+            self._floats[:num_rows].copy(), self._counts[:num_rows].copy(), [len(each) for each in self._span_bad],
+            np.concatenate([np.zeros((0, 2)), *self._span_sums]),
             np.concatenate([np.zeros(0, dtype=np.int64), *self._span_bad]),
         )  # fmt: skip
-
-    def _share(self, run: Callable[[tuple[int, int]], None], num_chunks: int, num_threads: int) -> None:
-        """Run over all chunks in as many shares as threads; the first is this thread's."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="statistics")
-        mine, *shares = pairwise(num_chunks * share // num_threads for share in range(num_threads + 1))
-        others = [self._pool.submit(run, share) for share in shares]
-        run(mine)
-        for other in others:
-            other.result()
-
-    def _kernel(self, flat: Tensor, bounds: np.ndarray) -> Callable[..., None]:
-        """Return the kernel for this tensor and these spans, as a function of the arguments from `chunks` on."""
-        if flat.dtype not in _FLOATS:
-            raw = np.from_dlpack(flat.view(torch.uint8))
-            values = raw if flat.dtype in (torch.bool, torch.uint8) else np.from_dlpack(flat.long())
-            return partial(self._kernels.measure_integers, raw, values, bounds)
-        stored, as_float, fraction = _FLOATS[flat.dtype]
-        # Not `numpy()`, after which PyTorch never lets a storage be resized again: FSDP frees gathered weights that way.
-        bits, smallest_normal = np.from_dlpack(flat.view(stored)), 1 << fraction
-        infinity = (1 << (8 * flat.element_size() - 1)) - smallest_normal
-        if flat.element_size() > 2:
-            return partial(self._kernels.measure_floats, bits, bits.view(as_float), None, infinity, smallest_normal, bounds)
-
-        def widening(*args: object) -> None:
-            scratch = np.empty(_BLOCK_BYTES // 2, dtype=np.float32)  # of each thread
-            self._kernels.measure_floats(bits, scratch, scratch, infinity, smallest_normal, bounds, *args)
-
-        return widening
-
-
-def _values_of_keys(keys: np.ndarray, dtypes: list[torch.dtype]) -> np.ndarray:
-    """Return float64[R, 2] of int64[R, 2]: floats are kept as integers in the same order, integers as themselves."""
-    values = keys.astype(np.float64)
-    of_row = np.array([list(_FLOATS).index(dtype) if dtype in _FLOATS else -1 for dtype in dtypes])
-    for number, (dtype, (stored, _, _)) in enumerate(_FLOATS.items()):
-        rows = of_row == number
-        if rows.any():
-            most = (1 << (8 * dtype.itemsize - 1)) - 1
-            bits = torch.from_numpy(keys[rows] ^ ((keys[rows] >> 63) & most)).to(stored)
-            values[rows] = bits.view(dtype).double().numpy()
-    return values
 
 
 def _import_kernels() -> ModuleType:
@@ -321,7 +309,8 @@ class _TorchBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it; squares beyond 3e38 are infinite there.
+        # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it; squares beyond 3e38 are infinite
+        # there.
         self._sum_dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         self._floats = torch.zeros((1024, 4), dtype=self._sum_dtype, device=device)
         self._counts = torch.zeros((1024, 5), dtype=torch.int64, device=device)
@@ -336,68 +325,59 @@ class _TorchBackend:
             self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
 
     def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
-        is_float = flat.dtype in _FLOATS
-        values = flat if is_float and flat.element_size() <= self._sum_dtype.itemsize else flat.to(self._sum_dtype)
-        low, high = torch.aminmax(values)
-        sums = self._sums(values, 0)
-        self._floats[row] = torch.cat((torch.stack((low, high)).to(self._sum_dtype), sums))
-        pieces = range(0, len(flat), self._piece)
-        counts = [self._counts_of(flat[first : first + self._piece], first, is_float) for first in pieces]
-        self._counts[row] = counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
+        pieces = [self._measure_piece(flat, first) for first in range(0, len(flat), self._piece)]
+        floats, counts = (torch.stack(column) for column in zip(*pieces))
+        extremes = torch.stack((floats[:, 0].amin(), floats[:, 1].amax()))
+        self._floats[row] = torch.cat((extremes, floats[:, 2:].sum(0)))
+        self._counts[row] = counts.sum(0)
         if spans is not None:
-            self._add_spans(values, spans, is_float)
+            self._add_spans(flat, spans)
 
     def add_empty_spans(self, num_spans: int) -> None:
         self._span_sums.append(torch.zeros((num_spans, 2), dtype=self._sum_dtype, device=self.device))
         self._span_bad.append(torch.zeros(num_spans, dtype=torch.int64, device=self.device))
 
-    def fetch(self, dtypes: list[torch.dtype]) -> _Found:
-        floats = self._floats[: len(dtypes)].to("cpu", copy=True).double().numpy()
-        counts = self._counts[: len(dtypes)].to("cpu", copy=True).numpy()
+    def fetch(self, num_rows: int) -> _Found:
+        floats = self._floats[:num_rows].to("cpu", copy=True).double().numpy()
+        counts = self._counts[:num_rows].to("cpu", copy=True).numpy()
         sums = torch.cat([torch.zeros((0, 2), dtype=self._sum_dtype, device=self.device), *self._span_sums])
         bad = torch.cat([torch.zeros(0, dtype=torch.int64, device=self.device), *self._span_bad])
-        num_spans = [len(each) for each in self._span_bad]
-        return _Found(floats[:, :2], floats[:, 2:], counts, num_spans, sums.cpu().double().numpy(), bad.cpu().numpy())
+        return _Found(
+            floats, counts, [len(each) for each in self._span_bad], sums.cpu().double().numpy(), bad.cpu().numpy()
+        )
+
+    def _widened(self, values: Tensor) -> Tensor:
+        wide = _wide(values.dtype)[0]
+        return values.to(wide if wide.itemsize <= self._sum_dtype.itemsize else self._sum_dtype)
 
     def _sums(self, values: Tensor, dim: int) -> Tensor:
         """Return Σx and Σx² over `dim`, stacked behind the other dimensions."""
         norm = torch.linalg.vector_norm(values, dim=dim, dtype=self._sum_dtype)
         return torch.stack((values.sum(dim, dtype=self._sum_dtype), norm * norm), dim=-1)
 
-    def _counts_of(self, piece: Tensor, first: int, is_float: bool) -> Tensor:
-        """Return int64[5] of a piece that begins at element `first`."""
-        checksum = self._mix.checksum(piece, first * piece.element_size() // _BLOCK_BYTES)
-        if not is_float:
-            nothing = torch.zeros_like(checksum)
-            return torch.stack((nothing, nothing, piece.numel() - torch.count_nonzero(piece), nothing, checksum))
-        magnitude, infinity, smallest_normal = _magnitudes(piece)
+    def _measure_piece(self, flat: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Return minimum, maximum, Σx, Σx² [4] and counts int64[5] of the piece that begins at element `first`."""
+        piece = flat[first : first + self._piece]
+        values = self._widened(piece)
+        floats = torch.cat((torch.stack(torch.aminmax(values)).to(self._sum_dtype), self._sums(values, 0)))
+        infinity, smallest_normal = _limits(piece.dtype, values.dtype)
+        magnitude = values.view(_wide(values.dtype)[1]) & ((1 << (8 * values.element_size() - 1)) - 1)
         zeros = piece.numel() - torch.count_nonzero(magnitude)
         subnormals = torch.count_nonzero(magnitude < smallest_normal) - zeros
         nans, infs = torch.count_nonzero(magnitude > infinity), torch.count_nonzero(magnitude == infinity)
-        return torch.stack((nans, infs, zeros, subnormals, checksum))
+        checksum = self._mix.checksum(piece, first * piece.element_size() // _BLOCK_BYTES)
+        return floats, torch.stack((nans, infs, zeros, subnormals, checksum))
 
-    def _add_spans(self, values: Tensor, spans: Spans, is_float: bool) -> None:
-        by_token = values.view(spans.num_tokens, -1)
-        step = max(self._piece // by_token.shape[1], 1)
-        sums = self._sums(by_token, 1)
-        bad = torch.zeros(spans.num_tokens, dtype=torch.int64, device=self.device)
-        if is_float:
-            bad = torch.cat([torch.count_nonzero(_is_bad(by_token[first : first + step]), dim=1) for first in range(0, spans.num_tokens, step)])
+    def _add_spans(self, flat: Tensor, spans: Spans) -> None:
+        by_token = flat.view(spans.num_tokens, -1)
+        sums, bad = [], []
+        for part in by_token.split(max(self._piece // by_token.shape[1], 1)):
+            values = self._widened(part)
+            sums.append(self._sums(values, 1))
+            bad.append(torch.count_nonzero(~torch.isfinite(values), dim=1))
         tokens = spans.tokens(self.device)
-        self._span_sums.append(F.pad(sums, (0, 0, 0, 1))[tokens].sum(1))
-        self._span_bad.append(F.pad(bad, (0, 1))[tokens].sum(1))
-
-
-def _magnitudes(floats: Tensor) -> tuple[Tensor, int, int]:
-    """Return the bits of |x|, which are ordered as |x| is, those of infinity and those of the smallest normal number."""
-    stored, _, fraction = _FLOATS[floats.dtype]
-    most, smallest_normal = (1 << (8 * floats.element_size() - 1)) - 1, 1 << fraction
-    return floats.view(stored) & most, most + 1 - smallest_normal, smallest_normal
-
-
-def _is_bad(floats: Tensor) -> Tensor:
-    magnitude, infinity, _ = _magnitudes(floats)
-    return magnitude >= infinity
+        self._span_sums.append(F.pad(torch.cat(sums), (0, 0, 0, 1))[tokens].sum(1))
+        self._span_bad.append(F.pad(torch.cat(bad), (0, 1))[tokens].sum(1))
 
 
 class _Mix:
@@ -405,7 +385,7 @@ class _Mix:
 
     def __init__(self, device: torch.device) -> None:
         words = torch.arange(1, _BLOCK_BYTES // 8 + 1, dtype=torch.int64, device=device)
-        self._weights = self._mix(words * _signed(_GOLDEN)) | 1
+        self.weights = self._mix(words * _signed(_GOLDEN)) | 1
 
     def checksum(self, piece: Tensor, block: int) -> Tensor:
         """Return int64[], the sum of what the blocks of a piece add; its first is number `block` of the tensor."""
@@ -413,7 +393,7 @@ class _Mix:
         if len(raw) % _BLOCK_BYTES:
             raw = F.pad(raw, (0, -len(raw) % _BLOCK_BYTES))
         words = raw.view(torch.int64).view(-1, _BLOCK_BYTES // 8)
-        sums = ((words ^ _shifted(words, 31)) * self._weights).sum(1)
+        sums = ((words ^ _shifted(words, 31)) * self.weights).sum(1)
         numbers = torch.arange(block + 1, block + 1 + len(sums), dtype=torch.int64, device=piece.device)
         return self._mix(sums + numbers * _signed(_GOLDEN)).sum()
 

@@ -1,7 +1,7 @@
 """Scores a batch of rollouts: in this process for the pure built-in verifiers, else in worker processes.
 
-Rollouts come from the engine; `reward`, `reward_parts` and `failure` are filled in place. A call that raises, hangs or
-returns no score is repeated once, then becomes a `RewardFailure`: it is never scored as zero.
+Rollouts come from agents, one `Score` for each goes back. A call that raises, hangs or returns no score is repeated
+once, then becomes a `RewardFailure`: it is never scored as zero.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from pellucid.errors import UserError
-from pellucid.reward.call import FIELD, RewardCallError, call_in_worker, call_reward, load_reward_function
+from pellucid.reward.call import (
+    FIELD,
+    RewardCallError,
+    call_in_worker,
+    call_reward,
+    load_reward_function,
+    start_worker,
+)
 from pellucid.tasks import get_task
-from pellucid.types import RewardFailure, Rollout
+from pellucid.types import RewardFailure, Rollout, Score
 
 _MAX_ATTEMPTS = 2
 
@@ -71,16 +78,16 @@ class Scorer:
     def score(
         self,
         rollouts: list[Rollout],
-        on_done: Callable[[Rollout], None] | None = None,
+        on_done: Callable[[], object] | None = None,
         on_call: Callable[[Rollout, int, float, bool], None] | None = None,
-    ) -> ScoreStats:
-        """Fill `reward`, `reward_parts` and `failure` of every rollout.
+    ) -> tuple[list[Score], ScoreStats]:
+        """Return the score of every rollout, in order, and what scoring took.
 
         Args:
-            rollouts: a batch; the order does not matter.
+            rollouts: a batch.
             on_done: called in this thread after each rollout that is finished.
-            on_call: called in this thread after each call, repeats included, with its rollout, when it began (microseconds
-                since 1970), its duration in seconds, and whether it gave a score.
+            on_call: called in this thread after each call, repeats included, with its rollout, when it began
+                (microseconds since 1970), its duration in seconds, and whether it gave a score.
 
         Raises:
             UserError: a rollout's task has no verifier and there is no custom function, or every single call failed.
@@ -90,41 +97,41 @@ class Scorer:
             for task in {rollout.prompt.task for rollout in rollouts}
         }
         stats = ScoreStats()
-        finished: SimpleQueue[tuple[Rollout, int, int, Future]] = SimpleQueue()
+        finished: SimpleQueue[tuple[int, int, int, Future]] = SimpleQueue()
 
-        def start(rollout: Rollout, attempt: int) -> None:
-            call = self._call_here if inline[rollout.prompt.task] else self._schedule
-            call(rollout).add_done_callback(
-                lambda future: finished.put((rollout, attempt, time.time_ns() // 1000, future))
+        def start(index: int, attempt: int) -> None:
+            call = self._call_here if inline[rollouts[index].prompt.task] else self._schedule
+            call(rollouts[index]).add_done_callback(
+                lambda future: finished.put((index, attempt, time.time_ns() // 1000, future))
             )
 
-        for rollout in rollouts:
-            start(rollout, 1)
-        num_open = len(rollouts)
-        while num_open:
-            rollout, attempt, ended_us, future = finished.get()
-            before_s = stats.time_s
-            failure = self._take_result(rollout, future, stats)
+        scores: dict[int, Score] = {}
+        for index in range(len(rollouts)):
+            start(index, 1)
+        while len(scores) < len(rollouts):
+            index, attempt, ended_us, future = finished.get()
+            score, duration_s = self._result(future, stats)
+            stats.time_s += duration_s
+            stats.slowest_s = max(stats.slowest_s, duration_s)
             if on_call is not None:
-                duration_s = stats.time_s - before_s
-                on_call(rollout, ended_us - round(duration_s * 1e6), duration_s, failure is None)
-            if failure is not None and attempt < _MAX_ATTEMPTS:
+                on_call(rollouts[index], ended_us - round(duration_s * 1e6), duration_s, score.failure is None)
+            if score.failure is not None and attempt < _MAX_ATTEMPTS:
                 stats.num_retries += 1
-                start(rollout, attempt + 1)
+                start(index, attempt + 1)
                 continue
-            rollout.failure = failure
-            stats.num_failures += failure is not None
-            num_open -= 1
+            scores[index] = score
+            stats.num_failures += score.failure is not None
             if on_done is not None:
-                on_done(rollout)
-        if rollouts and stats.num_failures == len(rollouts):
-            assert rollouts[0].failure is not None
+                on_done()
+        in_order = [scores[index] for index in range(len(rollouts))]
+        if in_order and all(score.failure is not None for score in in_order):
+            first = next(score.failure.message for score in in_order if score.failure is not None)
             raise UserError(
                 FIELD,
-                f"all {len(rollouts)} calls of the batch failed; the first: {rollouts[0].failure.message}",
+                f"all {len(rollouts)} calls of the batch failed; the first: {first}",
                 "Mend the reward function; nothing was scored.",
             )
-        return stats
+        return in_order, stats
 
     def _verifier_is_inline(self, task: str) -> bool:
         try:
@@ -155,35 +162,27 @@ class Scorer:
             )  # never a fork of a process that has threads and a model
             context.set_forkserver_preload(["pellucid.reward.call"])
             self._pool = ProcessPool(
-                self._num_workers, initializer=load_reward_function, initargs=[self._spec], context=context
+                self._num_workers, initializer=start_worker, initargs=[self._spec], context=context
             )
         return self._pool.schedule(
             call_in_worker, args=[self._spec, _arguments(rollout), self._timeout_s], timeout=self._timeout_s
         )
 
-    def _take_result(self, rollout: Rollout, future: Future, stats: ScoreStats) -> RewardFailure | None:
-        """Write a finished call's reward into its rollout, or return why there is none."""
-        error = future.exception()
-        failure: RewardFailure | None
-        rollout.reward, rollout.reward_parts, time_s = (None, {}, 0.0) if error else future.result()
-        match error:
+    def _result(self, future: Future, stats: ScoreStats) -> tuple[Score, float]:
+        """Return the score that a finished call gave, or why there is none, and its duration in seconds."""
+        match error := future.exception():
             case None:
-                failure = None
+                reward, parts, time_s = future.result()
+                return Score(reward, parts), time_s
             case RewardCallError():
-                time_s, failure = error.time_s, RewardFailure(error.kind, error.message)
+                return Score(None, failure=RewardFailure(error.kind, error.message)), error.time_s
             case TimeoutError():
-                time_s, failure = (
-                    self._timeout_s,
-                    RewardFailure("timeout", f"the call took longer than {self._timeout_s:g} s and was killed."),
-                )
                 stats.num_timeouts += 1
+                message = f"the call took longer than {self._timeout_s:g} s and was killed."
+                return Score(None, failure=RewardFailure("timeout", message)), self._timeout_s
             case ProcessExpired() | BrokenProcessPool():
-                failure = RewardFailure("exception", f"the worker process died: {error}")
-            case _:
-                failure = RewardFailure("exception", f"{type(error).__name__}: {error}")
-        stats.time_s += time_s
-        stats.slowest_s = max(stats.slowest_s, time_s)
-        return failure
+                return Score(None, failure=RewardFailure("exception", f"the worker process died: {error}")), 0.0
+        return Score(None, failure=RewardFailure("exception", f"{type(error).__name__}: {error}")), 0.0
 
 
 def _arguments(rollout: Rollout) -> dict[str, Any]:

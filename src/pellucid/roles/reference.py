@@ -1,10 +1,12 @@
 """The frozen reference: the policy as it was before training, against which a KL term is measured."""
 
-from pellucid.roles.base import Role
+import torch
+
+from pellucid.roles.role import Role
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.packing import sequences_of
 from pellucid.training.protocol import Progress, TrainingEngine
-from pellucid.types import Batch
+from pellucid.types import Samples
 
 
 class Reference(Role):
@@ -12,10 +14,9 @@ class Reference(Role):
 
     def __init__(self, engine: TrainingEngine, *, temperature: float) -> None:
         super().__init__(engine)
-        self._temperature = temperature
+        self._head = LogProbHead(temperature)
 
-    def compute_log_probs(self, batch: Batch, on_done: Progress | None = None) -> None:
-        """Set `batch.ref_logp`."""
-        scores = self.engine.forward(sequences_of(batch.rollouts), LogProbHead(self._temperature), on_done=on_done)
-        assert scores.logp is not None
-        batch.ref_logp = scores.logp.cpu() * batch.mask
+    def compute_log_probs(self, samples: Samples, *, on_done: Progress | None = None) -> torch.Tensor:
+        """Return the [B, T] log-probs of the responses, zero outside the mask."""
+        scores = self.engine.forward(sequences_of(samples.rollouts), self._head, on_done=on_done)
+        return scores.logp.cpu() * samples.mask

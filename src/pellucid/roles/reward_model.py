@@ -6,7 +6,7 @@ Rollouts come from the controller; the score is the scalar head's value at the l
 from transformers import PreTrainedTokenizerBase
 
 from pellucid.errors import UserError
-from pellucid.roles.base import Role
+from pellucid.roles.role import Role
 from pellucid.training.common.heads import ValueHead
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.protocol import Progress, TrainingEngine
@@ -18,8 +18,9 @@ class RewardModel(Role):
 
     Args:
         engine: holds the model, whose output head is [1, H].
-        tokenizer: the reward model's own, where its vocabulary differs from the policy's: responses are then read as text
-            through its chat template (through plain concatenation where it has none). None takes the sampled ids as they are.
+        tokenizer: the reward model's own, where its vocabulary differs from the policy's: responses are then read as
+            text through its chat template (through plain concatenation where it has none). None takes the sampled ids
+            as they are.
         max_tokens: the engine's budget of one micro-batch, or None.
         max_positions: the longest text that the model reads, in tokens, or None.
     """
@@ -46,9 +47,7 @@ class RewardModel(Role):
         self._check_length(max(map(len, texts), default=0))
         # One made-up response token a sequence: the state that would predict it is that of the last real token.
         sequences = [TokenSequence(ids, [0], row) for row, ids in enumerate(texts)]
-        values = self.engine.forward(sequences, ValueHead(), on_done=on_done).values
-        assert values is not None
-        return values[:, 0].tolist()
+        return self.engine.forward(sequences, ValueHead(), on_done=on_done).values[:, 0].tolist()
 
     def _token_ids(self, rollout: Rollout) -> list[int]:
         prompt, tokenizer = rollout.prompt, self._tokenizer
@@ -73,6 +72,7 @@ class RewardModel(Role):
         if self._max_tokens is not None and longest > self._max_tokens:
             raise UserError(
                 "reward_model.forward_max_token_len_per_gpu",
-                f"a text has {longest} tokens in the reward model's own vocabulary, over the budget of {self._max_tokens}.",
+                f"a text has {longest} tokens in the reward model's own vocabulary, over the budget of "
+                f"{self._max_tokens}.",
                 f"Set it to at least {longest}.",
             )

@@ -5,9 +5,9 @@
 
 from pellucid.errors import UserError, did_you_mean
 from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.tasks.base import Task
 from pellucid.tasks.gsm8k import Gsm8k
 from pellucid.tasks.gym import GYM_PREFIX, open_gym
+from pellucid.tasks.task import Task
 
 __all__ = ["TASKS", "Task", "get_task"]
 
@@ -28,7 +28,6 @@ def get_task(name: str) -> Task:
     if name.startswith(GYM_PREFIX):
         return open_gym(name.removeprefix(GYM_PREFIX))
     if name not in TASKS:
-        raise UserError(
-            f"task:{name}", "there is no such task.", did_you_mean(name, [*TASKS, f"{GYM_PREFIX}<dataset>"])
-        )
+        choices = [*TASKS, f"{GYM_PREFIX}<dataset>"]
+        raise UserError(f"task:{name}", "there is no such task.", did_you_mean(name, choices))
     return TASKS[name]

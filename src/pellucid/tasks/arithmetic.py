@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any
 
 from pellucid.errors import UserError
-from pellucid.tasks.base import Task
 from pellucid.tasks.numbers import numbers_in
+from pellucid.tasks.task import Task
 
 LEVELS: dict[int, tuple[int, str]] = {
     1: (1, "+"),
@@ -59,12 +59,9 @@ class Arithmetic(Task):
         in_split = (p for p in _distinct_problems(digits, ops, random.Random(args.seed)) if split_of(*p) == split)
         rows = [self._row(*problem, args) for problem in islice(in_split, args.size or DEFAULT_SIZE)]
         if args.size and len(rows) < args.size:
-            raise UserError(
-                "task:arithmetic",
-                f"size={args.size} problems asked for, but with {digits}-digit operands and '{ops}' "
-                f"the {split} split has {len(rows)}.",
-                "Lower size, or raise level or digits.",
-            )
+            split_has = f"with {digits}-digit operands and '{ops}' the {split} split has {len(rows)}."
+            reason = f"size={args.size} problems asked for, but {split_has}"
+            raise UserError("task:arithmetic", reason, "Lower size, or raise level or digits.")
         return rows
 
     def _row(self, a: int, op: str, b: int, args: ArithmeticArgs) -> dict[str, Any]:
@@ -75,25 +72,23 @@ class Arithmetic(Task):
 
     def _checked(self, args: ArithmeticArgs) -> tuple[int, str]:
         """Return (digits, ops) after checking every argument."""
+
+        def refuse(reason: str, remedy: str = "") -> UserError:
+            return UserError("task:arithmetic", reason, remedy)
+
         if args.level not in LEVELS:
-            raise UserError(
-                "task:arithmetic", f"level={args.level} does not exist.", f"Levels: {min(LEVELS)} to {max(LEVELS)}."
-            )
+            raise refuse(f"level={args.level} does not exist.", f"Levels: {min(LEVELS)} to {max(LEVELS)}.")
         digits, ops = LEVELS[args.level]
         digits = digits if args.digits is None else args.digits
         ops = ops if args.ops is None else args.ops
         if not isinstance(digits, int) or not 1 <= digits <= 9:
-            raise UserError("task:arithmetic", f"digits={digits} is out of range.", "Give a whole number from 1 to 9.")
+            raise refuse(f"digits={digits} is out of range.", "Give a whole number from 1 to 9.")
         if not isinstance(ops, str) or not ops or set(ops) - set("+-*"):
-            raise UserError(
-                "task:arithmetic",
-                f"ops='{ops}' is not understood.",
-                "Write the operations out of '+-*', such as ops=+-",
-            )
+            raise refuse(f"ops='{ops}' is not understood.", "Write the operations out of '+-*', such as ops=+-")
         if args.size is not None and (not isinstance(args.size, int) or args.size < 1):
-            raise UserError("task:arithmetic", f"size={args.size} is not a positive whole number.")
+            raise refuse(f"size={args.size} is not a positive whole number.")
         if args.style not in ("plain", "chat"):
-            raise UserError("task:arithmetic", f"style='{args.style}' does not exist.", "Styles: plain, chat.")
+            raise refuse(f"style='{args.style}' does not exist.", "Styles: plain, chat.")
         return digits, "".join(dict.fromkeys(ops))
 
     def verify(self, response: str, answer: Any, extra: dict[str, Any]) -> float:
@@ -120,18 +115,17 @@ def _distinct_problems(digits: int, ops: str, rng: random.Random) -> Iterator[tu
     """Yield distinct problems in random order: all of them when they can be listed, else at least half of them."""
     base = 10**digits
     total = len(ops) * base * base
-    for index in _listed(total, rng) if total <= _ENUMERABLE else _drawn(total, rng):
+    for index in _random_order(total, rng):
         pair, op = divmod(index, len(ops))
         yield pair // base, ops[op], pair % base
 
 
-def _listed(total: int, rng: random.Random) -> Iterator[int]:
-    order = list(range(total))
-    rng.shuffle(order)
-    return iter(order)
-
-
-def _drawn(total: int, rng: random.Random) -> Iterator[int]:
+def _random_order(total: int, rng: random.Random) -> Iterator[int]:
+    if total <= _ENUMERABLE:
+        order = list(range(total))
+        rng.shuffle(order)
+        yield from order
+        return
     seen: set[int] = set()
     while len(seen) < total // 2:
         index = rng.randrange(total)

@@ -23,13 +23,9 @@ def existing_file(path: Path, field: str) -> Path:
         raise UserError(field, f"the file '{path}' does not exist; neither does the folder '{folder.resolve()}'.")
     names = [entry.name for entry in folder.iterdir()]
     match = nearest(path.name, names)
-    raise UserError(
-        field,
-        f"the file '{path}' does not exist (seen from '{Path.cwd()}').",
-        f"Did you mean '{folder / match}'?"
-        if match
-        else f"The folder has {len(names)} files, none with a similar name.",
-    )
+    none_near = f"The folder has {len(names)} files, none with a similar name."
+    remedy = f"Did you mean '{folder / match}'?" if match else none_near
+    raise UserError(field, f"the file '{path}' does not exist (seen from '{Path.cwd()}').", remedy)
 
 
 def read_jsonl(path: Path, field: str) -> list[dict[str, Any]]:
@@ -43,18 +39,14 @@ def read_jsonl(path: Path, field: str) -> list[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            place = f"{path}, line {number}"
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise UserError(
-                    field, f"{path}, line {number} is not valid JSON ({error}).", "Mend or remove that line."
-                ) from error
+                raise UserError(field, f"{place} is not valid JSON ({error}).", "Mend or remove that line.") from error
             if not isinstance(row, dict):
-                raise UserError(
-                    field,
-                    f"{path}, line {number} holds a {type(row).__name__}.",
-                    'Each line must be an object: {"prompt": ...}',
-                )
+                remedy = 'Each line must be an object: {"prompt": ...}'
+                raise UserError(field, f"{place} holds a {type(row).__name__}.", remedy)
             rows.append(row)
     if not rows:
         raise UserError(field, f"the file '{path}' holds no rows.")
@@ -80,13 +72,9 @@ def read_parquet(path: Path, field: str) -> list[dict[str, Any]]:
 
 
 def load_hub(dataset: str, field: str, split: str, name: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a hub data set; `val` takes its validation split, or its test split when it has none.
+    """Return the rows of the hub data set `owner/name`, in the configuration `name` where it has several.
 
-    Args:
-        dataset: hub id `owner/name`.
-        field: the config key, for the error text.
-        split: `train`, `val`, `test`, or the data set's own name of a split.
-        name: the configuration, for a data set that has several.
+    `split` may be the data set's own name; `val` takes its validation split, or its test split when it has none.
 
     Raises:
         UserError: the hub cannot be reached, or has no such data set, configuration or split.
@@ -98,18 +86,13 @@ def load_hub(dataset: str, field: str, split: str, name: str | None = None) -> l
         available = datasets.get_dataset_split_names(dataset, name)
         chosen = next((option for option in _HUB_SPLITS.get(split, (split,)) if option in available), None)
         if chosen is None:
-            raise UserError(
-                field,
-                f"hub data set '{dataset}' has no split '{split}'; it has {', '.join(available)}.",
-                f"Write {dataset}?split=NAME",
-            )
-        return list(datasets.load_dataset(dataset, name, split=chosen))  # pyright: ignore[reportReturnType, reportArgumentType]
+            reason = f"hub data set '{dataset}' has no split '{split}'; it has {', '.join(available)}."
+            raise UserError(field, reason, f"Write {dataset}?split=NAME")
+        return list(datasets.load_dataset(dataset, name, split=chosen))  # pyright: ignore
     except UserError:
         raise
     except (OSError, ValueError, DatasetsError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise UserError(
-            field,
-            f"hub data set '{dataset}' cannot be read ({type(error).__name__}: {first_line}).",
-            "Check the name and the connection, or name a local .jsonl or .parquet file.",
-        ) from error
+        reason = f"hub data set '{dataset}' cannot be read ({type(error).__name__}: {first_line})."
+        remedy = "Check the name and the connection, or name a local .jsonl or .parquet file."
+        raise UserError(field, reason, remedy) from error

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.errors import UserError
-from pellucid.tasks.base import Task
 from pellucid.tasks.files import load_hub, read_jsonl
 from pellucid.tasks.numbers import numbers_in, to_number
+from pellucid.tasks.task import Task
 
 HUB_ID = "openai/gsm8k"
 FOLDERS = ("shared/data/gsm8k", "../shared/data/gsm8k", "data/gsm8k")
@@ -36,24 +36,15 @@ class Gsm8k(Task):
         rows: list[dict[str, Any]] = []
         for index, problem in enumerate(self._problems("train" if split == "train" else "test", args.path)):
             if not {"question", "answer"} <= problem.keys():
-                raise UserError(
-                    "task:gsm8k",
-                    f"row {index} has the fields {', '.join(problem)}.",
-                    "It needs 'question' and 'answer'.",
-                )
+                reason = f"row {index} has the fields {', '.join(problem)}."
+                raise UserError("task:gsm8k", reason, "It needs 'question' and 'answer'.")
             final = to_number(problem["answer"].rpartition("####")[2])
             if final is None:
-                raise UserError(
-                    "task:gsm8k", f"the answer of row {index} has no number after '####'.", "Mend or remove that row."
-                )
-            rows.append(
-                {
-                    "prompt": f"{problem['question']}\n{INSTRUCTION}",
-                    "answer": str(final),
-                    "data_source": self.name,
-                    "solution": problem["answer"],
-                }
-            )
+                reason = f"the answer of row {index} has no number after '####'."
+                raise UserError("task:gsm8k", reason, "Mend or remove that row.")
+            prompt = f"{problem['question']}\n{INSTRUCTION}"
+            row = {"prompt": prompt, "answer": str(final), "data_source": self.name, "solution": problem["answer"]}
+            rows.append(row)
         return rows
 
     def _problems(self, part: str, path: str) -> list[dict[str, Any]]:
@@ -67,12 +58,9 @@ class Gsm8k(Task):
         try:
             return load_hub(HUB_ID, "task:gsm8k", part, name="main")
         except UserError as error:
-            raise UserError(
-                "task:gsm8k",
-                f"no {part}.jsonl in {', '.join(FOLDERS)} (seen from '{Path.cwd()}'), and the hub failed: "
-                f"{error.reason}",
-                "Download the data set and give its folder: task:gsm8k?path=FOLDER",
-            ) from error
+            searched = f"no {part}.jsonl in {', '.join(FOLDERS)} (seen from '{Path.cwd()}')"
+            remedy = "Download the data set and give its folder: task:gsm8k?path=FOLDER"
+            raise UserError("task:gsm8k", f"{searched}, and the hub failed: {error.reason}", remedy) from error
 
     def verify(self, response: str, answer: Any, extra: dict[str, Any]) -> float:
         """Return 1.0 when the number after the last `####` (without one: the last number of all) equals the answer."""
@@ -80,5 +68,4 @@ class Gsm8k(Task):
             raise ValueError(f"the row's answer holds no number: {answer!r}")
         _, marker, tail = response.rpartition("####")
         found = numbers_in(tail)
-        given = (found[0] if marker else found[-1]) if found else None
-        return float(given is not None and given == expected)
+        return float(bool(found) and found[0 if marker else -1] == expected)

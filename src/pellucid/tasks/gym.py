@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from pellucid.errors import MissingExtraError, UserError, did_you_mean
-from pellucid.tasks.base import Task
+from pellucid.tasks.task import Task
 
 GYM_PREFIX = "reasoning_gym:"
 _SPLIT_OFFSET = {"train": 0, "val": 1 << 30, "test": 1 << 31}
@@ -33,14 +33,9 @@ class ReasoningGym(Task):
             problems = list(reasoning_gym.create_dataset(self.dataset, seed=seed, **settings))
         except (AssertionError, ValueError, TypeError) as error:
             raise UserError(f"task:{self.name}", f"reasoning-gym refuses these arguments ({error}).") from error
+        kept = ("question", "answer", "metadata")
         return [
-            {
-                "prompt": problem["question"],
-                "answer": problem["answer"],
-                "data_source": self.name,
-                "question": problem["question"],
-                "metadata": problem["metadata"],
-            }
+            {"prompt": problem["question"], "data_source": self.name, **{name: problem[name] for name in kept}}
             for problem in problems
         ]
 
@@ -48,9 +43,9 @@ class ReasoningGym(Task):
         """Return reasoning-gym's score of the last `<answer>…</answer>`, or of the whole response without one."""
         from reasoning_gym.utils import extract_answer
 
-        given = extract_answer(response)
+        marked = extract_answer(response)
         entry = {"question": extra["question"], "answer": answer, "metadata": extra["metadata"]}
-        return float(_scorer(self.dataset)(response.strip() if given is None else given, entry))
+        return float(_scorer(self.dataset)(response.strip() if marked is None else marked, entry))
 
 
 def open_gym(dataset: str) -> ReasoningGym:
@@ -66,9 +61,8 @@ def open_gym(dataset: str) -> ReasoningGym:
     from reasoning_gym.factory import DATASETS
 
     if dataset not in DATASETS:
-        raise UserError(
-            f"task:{GYM_PREFIX}{dataset}", "reasoning-gym has no such data set.", did_you_mean(dataset, DATASETS)
-        )
+        field = f"task:{GYM_PREFIX}{dataset}"
+        raise UserError(field, "reasoning-gym has no such data set.", did_you_mean(dataset, DATASETS))
     return ReasoningGym(dataset, DATASETS[dataset][1])
 
 

@@ -1,7 +1,8 @@
-"""Sharded checkpoints by torch.distributed.checkpoint, readable by any number of ranks and by one process, and gathered weights.
+"""Sharded checkpoints by torch.distributed.checkpoint, readable by any number of ranks and by one process, and gathered
+weights.
 
-Each rank writes its own shards into `sharded/` beside what else the checkpoint folder holds. Tensors have the names that they have
-in one process.
+Each rank writes its own shards into `sharded/` beside what else the checkpoint folder holds. Tensors have the names
+that they have in one process.
 """
 
 import warnings
@@ -26,11 +27,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
-from pellucid.training.common.lora import merge_adapters, state_tensors
+from pellucid.training.common.lora import merge_adapters
 from pellucid.training.common.models import check_same_tensors, model_tensors
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.staging import StagedWriter
-from pellucid.training.fsdp import SHARDS
+from pellucid.training.protocol import SHARDS
 from pellucid.training.sharding import ROOT_PREFIX, Root, Sharding
 
 _MODEL, _OPTIMIZER, _STEPS = "model", "optimizer", "steps"
@@ -152,7 +153,8 @@ def load_shards(
 
 
 def shard_model_tensors(sharding: Sharding, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Give each rank its shards of `tensors`, the model file that one process wrote into `folder`; every rank has it whole.
+    """Give each rank its shards of `tensors`, the model file that one process wrote into `folder`; every rank has it
+    whole.
 
     Raises:
         UserError: the checkpoint's tensors are not this model's.
@@ -203,29 +205,26 @@ def _set_optimizer(root: torch.nn.Module, optimizer: ScheduledAdamW, state: dict
 def gathered_tensors(sharding: Sharding) -> dict[str, torch.Tensor]:
     """Return the whole model's tensors in float32 on the CPU, adapters merged in, on rank 0; other ranks get none.
 
-    Names are Hugging Face's, tied tensors are there once. One tensor is gathered at a time. Collective: every rank calls it.
+    Names are Hugging Face's, tied tensors are there once. One tensor is gathered at a time. Collective: every rank
+    calls it.
     """
     tensors = _gather(_model_state(sharding.root, sharding.state_names), sharding)
     return merge_adapters(tensors, sharding.root) if tensors else {}
 
 
-@torch.no_grad()
-def gather_into(sharding: Sharding, model: PreTrainedModel) -> None:
-    """Copy the whole current weights into `model`, on every rank; one tensor is gathered at a time, under LoRA the adapters alone.
+def whole_tensors(sharding: Sharding) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each trained tensor whole, on every rank, gathered when it is asked for; under LoRA the adapters alone.
 
-    Collective: every rank calls it.
-
-    Args:
-        sharding: the model spread over the ranks.
-        model: a plain copy of the same structure, under LoRA with the same adapted layers and base; it may have other dtypes.
+    Collective: every rank asks for all of them.
     """
-    own = state_tensors(model)
     for name, tensor in _model_state(sharding.root, sharding.tensor_names).items():
-        own[name].copy_(_whole(tensor, sharding.device))
+        yield name, _whole(tensor, sharding.device)
 
 
 def gathered_state(sharding: Sharding, optimizer: ScheduledAdamW) -> dict[str, torch.Tensor]:
-    """Return what the two files of one process hold, on rank 0; other ranks get nothing. Collective, as `gathered_tensors`."""
+    """Return what the two files of one process hold, on rank 0; other ranks get nothing. Collective, as
+    `gathered_tensors`.
+    """
     state = _model_state(sharding.root, sharding.tensor_names)
     with optimizer.moments_at_hand():
         if optimizer.num_steps:
@@ -245,7 +244,9 @@ def _gather(tensors: dict[str, Any], sharding: Sharding) -> dict[str, torch.Tens
 
 def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # On the device first: shards offloaded to CPU memory would be gathered over gloo.
-    return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _state_to_save(

@@ -1,7 +1,7 @@
 """The FSDP training engine: packed micro-batches, gradient accumulation, one optimizer step, and its state on disk.
 
-In one process the model runs as it is. Over several ranks (`sharding.py`) each is called with the same whole mini-batch, runs a
-share of it, and returns the results of all.
+In one process the model runs as it is. Over several ranks (`sharding.py`) each is called with the same whole
+mini-batch, runs a share of it, and returns the results of all.
 """
 
 import math
@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pellucid.errors import UserError
-from pellucid.profiler.probe import NO_PROBE, Probe
-from pellucid.stages import Unit
+from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
+from pellucid.stages import NO_PROBE, Probe, Unit
 from pellucid.training.common.balance import measure_balance, split_over_ranks
+from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.lora import base_weights
 from pellucid.training.common.models import (
     load_weights,
@@ -40,19 +40,20 @@ from pellucid.training.common.packing import (
 )
 from pellucid.training.common.staging import StagedWriter
 from pellucid.training.protocol import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    SHARDS,
     LossFunction,
-    NonFiniteError,
     Progress,
     TokenHead,
     TokenScores,
     UpdateResult,
+    WeightBucket,
 )
-from pellucid.training.watch import WEIGHTS, NanWatch
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from pellucid.training.sharding import Sharding
 
-MODEL_FILE, OPTIMIZER_FILE, SHARDS = "model.safetensors", "optimizer.safetensors", "sharded"
 _NUM_STEPS = "__num_steps__"
 
 
@@ -66,7 +67,9 @@ class MicroBatching:
 
 
 class FsdpEngine:
-    """A causal LM, or one with a scalar head, with its optimizer; a frozen one has `optimizer=None`. See `TrainingEngine`."""
+    """A causal LM, or one with a scalar head, with its optimizer; a frozen one has `optimizer=None`. See
+    `TrainingEngine`.
+    """
 
     def __init__(
         self,
@@ -80,13 +83,12 @@ class FsdpEngine:
         without_adapters: bool = False,
         balance_ranks: bool = True,
         probe: Probe = NO_PROBE,
-        nan_sentinel: bool = False,
     ) -> None:
         """Take over `model`, which `sharding` has wrapped if there is more than one rank.
 
         `without_adapters` runs it as it was before LoRA changed it (the reference policy). `balance_ranks` gives ranks
-        about as many tokens each, instead of as many sequences in batch order. `probe` hears of micro- and mini-batches.
-        `nan_sentinel` watches every pass for NaN and Inf, and finds out where they began.
+        about as many tokens each, instead of as many sequences in batch order. `probe` hears of micro- and
+        mini-batches.
         """
         self.model, self.optimizer, self.micro_batching, self.device, self.dtype = (
             model,
@@ -106,26 +108,16 @@ class FsdpEngine:
             self._num_parameters, self._num_trainable = sharding.num_parameters, sharding.num_trainable
             if optimizer is not None:
                 optimizer.sharding = sharding
-        self.watch_for_nan(nan_sentinel)
-
-    def watch_for_nan(self, on: bool) -> None:
-        """See `TrainingEngine.watch_for_nan`."""
-        self._watch = NanWatch(self) if on else None
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        """See `TrainingEngine.modules`."""
+        """The model."""
         return (self.model,)
 
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:
-        """See `TrainingEngine.forward`."""
-        if self._watch is None:
-            return self._forward(sequences, head, on_done)
-        return self._watch.forward(sequences, head, on_done, lambda: self._forward(sequences, head, on_done))
-
-    def _forward(self, sequences: list[TokenSequence], head: TokenHead, on_done: Progress | None) -> TokenScores:
+        """Compute the head's results for the responses, without gradient."""
         results = _Results(sequences, self.device)
         self.model.eval()
         with torch.no_grad():
@@ -150,13 +142,9 @@ class FsdpEngine:
         *,
         on_done: Progress | None = None,
     ) -> UpdateResult:
-        """See `TrainingEngine.train_mini_batch`."""
+        """Accumulate the gradient of the mini-batch, micro-batch by micro-batch, and apply one optimizer step."""
         with self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):
-            if self._watch is None:
-                return self._train_mini_batch(sequences, head, loss, on_done)
-            return self._watch.train_mini_batch(
-                sequences, head, loss, on_done, lambda: self._train_mini_batch(sequences, head, loss, on_done)
-            )
+            return self._train_mini_batch(sequences, head, loss, on_done)
 
     def _train_mini_batch(
         self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, on_done: Progress | None
@@ -174,14 +162,15 @@ class FsdpEngine:
                 if rows:
                     micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
                 else:  # keeps the ranks' collectives in step: every weight gets a gradient, of zero
-                    micro_loss = 0.0 * torch.stack([values.sum() for _, values in scores.items()]).sum()
+                    micro_loss = 0.0 * torch.stack([values.sum() for values in scores.results.values()]).sum()
+                self._probe.loss(micro_loss)
                 value = float(micro_loss.detach())
                 if rows and not math.isfinite(value):
                     failure = failure or NonFiniteError("loss", value, rows)
-                    if self.sharding is None:
-                        raise failure
                 if self.sharding is not None:
-                    micro_loss = micro_loss * self.sharding.num_ranks  # ranks' gradients are averaged, and the loss is a sum
+                    micro_loss = (
+                        micro_loss * self.sharding.num_ranks
+                    )  # ranks' gradients are averaged, and the loss is a sum
                 micro_loss.backward()
                 total_loss += value if rows else 0.0
                 results.store(rows, inputs, scores)
@@ -191,15 +180,16 @@ class FsdpEngine:
         if self.sharding is not None:
             total_loss = self._agree(total_loss, failure)
             results.add_up(self.sharding)
-        if self._watch is not None:
-            self._watch.check_mini_batch()
-        grad_norm = self.optimizer.clip()
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError("grad_norm", grad_norm, list(range(len(sequences))))
-        lr = self.optimizer.step()
-        weight_norm = self.optimizer.weight_norm()
-        if not math.isfinite(weight_norm):
-            raise NonFiniteError(WEIGHTS, weight_norm, list(range(len(sequences))))
+        elif failure is not None:
+            raise failure
+        with self._probe.unit(Unit.OPTIMIZER_STEP):
+            grad_norm = self.optimizer.clip()
+            if not math.isfinite(grad_norm):
+                raise NonFiniteError("grad_norm", grad_norm, list(range(len(sequences))))
+            lr = self.optimizer.step()
+            weight_norm = self.optimizer.weight_norm()
+            if not math.isfinite(weight_norm):
+                raise NonFiniteError(UPDATED_WEIGHTS, weight_norm, list(range(len(sequences))))
         # Forward and the gradient of activations go through every weight, the gradient of weights only to trained ones.
         self.flops += (4.0 * self._num_parameters + 2.0 * self._num_trainable) * results.scores.num_input_tokens
         self.version += 1
@@ -223,19 +213,19 @@ class FsdpEngine:
 
     @torch.no_grad()
     def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
-        """See `ReferenceModel.predicting_states`."""
+        """Return the final hidden states [M, H] that predict the response tokens, without gradient."""
         return self._gathered(lambda: self._predicting_states(inputs))
 
     @torch.no_grad()
     def head_weight(self) -> torch.Tensor:
-        """See `ReferenceModel.head_weight`."""
+        """Return the output head [V, H]."""
         if self.sharding is None:
             return output_head(self.model).weight.detach().to(self.dtype)
         # A copy: the gathered weight's memory is freed when the pass is over.
         return self._gathered(lambda: output_head(self.model).weight.detach().to(self.dtype, copy=True))
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """See `TrainingEngine.save`: `model.safetensors` and `optimizer.safetensors`, bit for bit; of several ranks, shards.
+        """Write `model.safetensors` and `optimizer.safetensors`, bit for bit; of several ranks, shards.
 
         Over several ranks every one calls it with the same folder, which they share.
         """
@@ -246,7 +236,7 @@ class FsdpEngine:
         _write_files(folder, self._files(contents))
 
     def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
-        """See `TrainingEngine.start_saving`; the files are those of `save`."""
+        """Save what `save` does in the background; returns a function that waits until all of it is written."""
         if self.sharding is not None:
             from pellucid.training import checkpoint
 
@@ -259,14 +249,16 @@ class FsdpEngine:
         """Return {file name: {tensor name: tensor}} of a checkpoint of one process."""
         files = {}
         if "model" in contents:
-            files[MODEL_FILE] = {name: tensor.detach().contiguous() for name, tensor in model_tensors(self.model).items()}
+            files[MODEL_FILE] = {
+                name: tensor.detach().contiguous() for name, tensor in model_tensors(self.model).items()
+            }
         if "optimizer" in contents and self.optimizer is not None:
             steps = torch.tensor([self.optimizer.num_steps, self.version])
             files[OPTIMIZER_FILE] = {**self.optimizer.state_tensors(), _NUM_STEPS: steps}
         return files
 
     def save_hf(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """See `TrainingEngine.save_hf`; over several ranks every one calls it and rank 0 alone writes, after the last gather."""
+        """Write a folder that transformers loads; over several ranks every one calls it, and rank 0 writes."""
         if self.sharding is None:
             return save_hf_model(self.model, tokenizer, folder)
         from pellucid.training import checkpoint
@@ -275,8 +267,18 @@ class FsdpEngine:
         if self.sharding.rank == 0:
             save_hf_model(self.model, tokenizer, folder, tensors=tensors)
 
+    def weights(self, bucket_bytes: int, *, digests: bool = True) -> Iterator[WeightBucket]:
+        """Yield the trained weights in buckets; over several ranks every one takes all of them."""
+        if self.sharding is None:
+            tensors = iter(model_tensors(self.model).items())
+        else:
+            from pellucid.training import checkpoint
+
+            tensors = checkpoint.whole_tensors(self.sharding)
+        return in_buckets(tensors, bucket_bytes, digests=digests)
+
     def load(self, folder: Path, contents: Sequence[str]) -> None:
-        """See `TrainingEngine.load`.
+        """Restore the asked-for parts from `folder`.
 
         Raises:
             UserError: the checkpoint's tensors are not this model's.
@@ -312,14 +314,14 @@ class FsdpEngine:
         if self.sharding is None:
             return [list(range(len(sequences)))]
         packed = self.micro_batching.packed
-        return split_over_ranks(
-            sequences, self.sharding.num_ranks, share_prompts=packed, balance=self._balance_ranks
-        )
+        return split_over_ranks(sequences, self.sharding.num_ranks, share_prompts=packed, balance=self._balance_ranks)
 
     def _micro_batches(
         self, sequences: list[TokenSequence], shares: list[list[int]]
     ) -> Iterator[tuple[list[int], ModelInput]]:
-        """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without rows."""
+        """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without
+        rows.
+        """
         if self.sharding is None:
             for rows in self._split(sequences, shares[0]):
                 yield rows, self._input([sequences[row] for row in rows])
@@ -361,14 +363,14 @@ class FsdpEngine:
 
     def _run(self, inputs: ModelInput, head: TokenHead) -> TokenScores:
         """Return the head's [M] results for one micro-batch."""
-        if self.sharding is None:
-            scores = head(self.model, self._predicting_states(inputs), inputs, self.dtype)
-        else:  # as a dict: FSDP looks for the tensors in what a pass returns, to know when their backward pass begins
-            scores = TokenScores(**self._gathered(
-                lambda: dict(head(self.model, self._predicting_states(inputs), inputs, self.dtype).items())
-            ))
-        self._probe.results(**dict(scores.items()))
-        return scores
+
+        def compute() -> dict[str, torch.Tensor]:
+            results = head(self.model, self._predicting_states(inputs), inputs, self.dtype).results
+            self._probe.results(**results)
+            return results
+
+        # As a dict: FSDP looks for the tensors in what a pass returns, to know when their backward pass begins.
+        return TokenScores(self._gathered(compute))
 
     def _gathered(self, compute: Callable[[], Any]) -> Any:
         return compute() if self.sharding is None else self.sharding.run(compute)
@@ -419,15 +421,14 @@ class _Results:
 
     def __init__(self, sequences: list[TokenSequence], device: torch.device) -> None:
         self.width = max((len(s.response_ids) for s in sequences), default=0)
-        self.scores, self._num_rows, self._device = TokenScores(), len(sequences), device
+        self.scores, self._num_rows, self._device = TokenScores({}), len(sequences), device
 
     def store(self, rows: list[int], inputs: ModelInput, micro: TokenScores) -> None:
         at = (torch.tensor(rows, device=self._device)[inputs.row], inputs.column) if rows else ()
-        for name, values in micro.items():
-            whole = getattr(self.scores, name)
-            if whole is None:
-                whole = torch.zeros(self._num_rows, self.width, device=self._device)
-                setattr(self.scores, name, whole)
+        for name, values in micro.results.items():
+            if name not in self.scores.results:
+                self.scores.results[name] = torch.zeros(self._num_rows, self.width, device=self._device)
+            whole = self.scores.results[name]
             if rows:
                 whole[at] = values.detach()
         if rows:
@@ -435,7 +436,7 @@ class _Results:
 
     def add_up(self, sharding: "Sharding") -> None:
         """Add the rows that other ranks ran; each row is one rank's and zero on all others."""
-        for _, whole in self.scores.items():
+        for whole in self.scores.results.values():
             sharding.sum(whole)
         self.scores.num_input_tokens = int(
             sharding.sum(torch.tensor(self.scores.num_input_tokens, device=self._device))

@@ -1,91 +1,58 @@
 """What a role may ask of a training engine. `FsdpEngine` implements it; other backends join with the same methods.
 
-A role hands over sequences, a *head* that says what is computed per response token, and, to train, a loss over its results.
+A role hands over sequences, a *head* that says what is computed per response token, and, to train, a loss over its
+results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pellucid.precision.finding import Finding
 from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.packing import ModelInput, TokenSequence
 
+MODEL_FILE, OPTIMIZER_FILE, SHARDS = "model.safetensors", "optimizer.safetensors", "sharded"
+"""What a checkpoint holds: the files of one process, or the folder of several."""
 Progress = Callable[[int], None]
 """Called with the number of sequences just finished, on each rank with those of its share."""
 
 
-class NonFiniteError(RuntimeError):
-    """NaN or Inf in a loss, gradient, weight or logit: which quantity, and the rows of the batch it was found in."""
-
-    def __init__(
-        self,
-        quantity: str,
-        value: float,
-        rows: list[int],
-        finding: Finding | None = None,
-        mini_batch: "MiniBatch | None" = None,
-    ) -> None:
-        """Take what is known of it.
-
-        Args:
-            quantity: what is not finite.
-            value: it.
-            rows: of the batch, or of the mini-batch until a role counts them in the batch.
-            finding: where it began, from the NaN sentinel.
-            mini_batch: which rows were trained on.
-        """
-        super().__init__(quantity, value, rows)
-        self.quantity, self.value, self.rows, self.finding, self.mini_batch = quantity, value, rows, finding, mini_batch
-        self.folder: Path | None = None
-        """What it was computed from is saved there."""
-
-    def __str__(self) -> str:
-        at = f" at samples {self.rows[:8]}{'…' if len(self.rows) > 8 else ''}" if self.rows else ""
-        found = "" if self.finding is None else f". {self.finding.sentence().removesuffix('.')}"
-        return f"{self.quantity} is {self.value}{at}{found}"
-
-    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[Any, ...]]:
-        return NonFiniteError, (self.quantity, self.value, self.rows, self.finding, self.mini_batch)
-
-
-@dataclass(frozen=True, slots=True)
-class MiniBatch:
-    """One optimizer step's part of a batch."""
-
-    rows: list[int]
-    number: int
-    """How many of the update came before it."""
-
-
 @dataclass(slots=True)
 class TokenScores:
-    """What a head computes per response token: [B, T] float32, zero at padding; None where the head does not compute it."""
+    """What a head computes per sampled response token: [B, T] float32, zero at padding and at given tokens."""
 
-    logp: torch.Tensor | None = None
-    """Log-probability of the token under the temperature-scaled distribution."""
-    entropy: torch.Tensor | None = None
-    """Entropy of that distribution in nats; all zero unless asked for."""
-    kl: torch.Tensor | None = None
-    """Exact KL divergence of that distribution from the reference's, in nats."""
-    values: torch.Tensor | None = None
-    """Value of the state before the token."""
+    results: dict[str, torch.Tensor]
+    """By name: `logp`, `entropy`, `kl` or `values`."""
     num_input_tokens: int = 0
     """Tokens the model processed; prompts shared within a group count once."""
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor of what was computed."""
-        for name in ("logp", "entropy", "kl", "values"):
-            if (tensor := getattr(self, name)) is not None:
-                yield name, tensor
+    @property
+    def logp(self) -> torch.Tensor:
+        """Log-probability of the token under the temperature-scaled distribution."""
+        return self.results["logp"]
+
+    @property
+    def entropy(self) -> torch.Tensor:
+        """Entropy of that distribution in nats; all zero unless asked for."""
+        return self.results["entropy"]
+
+    @property
+    def kl(self) -> torch.Tensor | None:
+        """Exact KL divergence of that distribution from the reference's, in nats; None without a reference."""
+        return self.results.get("kl")
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Value of the state before the token."""
+        return self.results["values"]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenScores":
         """Return the same with `function` applied to every tensor."""
-        return replace(self, **{name: function(tensor) for name, tensor in self.items()})
+        return TokenScores({name: function(tensor) for name, tensor in self.results.items()}, self.num_input_tokens)
 
 
 class TokenHead(Protocol):
@@ -99,7 +66,8 @@ class TokenHead(Protocol):
 
 
 LossFunction = Callable[[list[int], TokenScores], torch.Tensor]
-"""(rows of the mini-batch, their results [b, T] with gradient) → the micro-batch's share of the mini-batch loss, a scalar."""
+"""(rows of the mini-batch, their results [b, T] with gradient) → the micro-batch's share of the mini-batch loss, a
+scalar."""
 
 
 @dataclass(slots=True)
@@ -115,13 +83,24 @@ class UpdateResult:
     """How even the mini-batch's tokens were over the ranks; None with one rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """Some of a model's weights on their way to a rollout engine."""
+
+    tensors: dict[str, torch.Tensor]
+    """By their Hugging Face names; valid until the next bucket is asked for."""
+    digests: dict[str, str]
+    """xxh64 of each tensor's bytes, in hexadecimal; empty where none were asked for."""
+
+
 class TrainingEngine(Protocol):
     """A model, its optimizer, and the packed passes over both."""
 
     version: int
     """Number of optimizer steps that made the current weights: the policy version stamped on tokens."""
     flops: float
-    """Model arithmetic done so far: 6 × parameters × tokens of training passes (4 × where frozen), 2 × of forward-only ones."""
+    """Model arithmetic done so far: 6 × parameters × tokens of training passes (4 × where frozen), 2 × of forward-only
+    ones."""
 
     in_hand: list[str]
     """Names of the samples in the micro-batch that is being run."""
@@ -131,18 +110,10 @@ class TrainingEngine(Protocol):
         """The model, or each chunk of one that is cut into several."""
         ...
 
-    def watch_for_nan(self, on: bool) -> None:
-        """Watch all passes from now on for NaN and Inf, and find out where they begin; or no longer."""
-        ...
-
     def forward(
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:
-        """Compute the head's results for the responses, without gradient.
-
-        Raises:
-            NonFiniteError: something is NaN or Inf, and the engine watches for it.
-        """
+        """Compute the head's results for the responses, without gradient."""
         ...
 
     def train_mini_batch(
@@ -175,4 +146,12 @@ class TrainingEngine(Protocol):
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         """Restore the asked-for parts from `folder`."""
+        ...
+
+    def weights(self, bucket_bytes: int, *, digests: bool = True) -> Iterator[WeightBucket]:
+        """Yield the trained weights, gathered tensor by tensor, in buckets of about `bucket_bytes`; under LoRA the
+        adapters alone.
+
+        Over several ranks every one calls it, takes all buckets, and is given whole tensors.
+        """
         ...

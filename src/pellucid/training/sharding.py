@@ -1,7 +1,7 @@
 """A model spread over ranks by FSDP or FSDP2: sharded parameters, gradients and optimizer state.
 
-The engine runs its passes through `Sharding.run` and adds up losses, norms and results with the methods below; nothing else in
-it knows of ranks. `fsdp` and `fsdp2` differ in `_wrap` alone.
+The engine runs its passes through `Sharding.run` and adds up losses, norms and results with the methods below; nothing
+else in it knows of ranks. `fsdp` and `fsdp2` differ in `_wrap` alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
-from pellucid.precision.naming import plain_name
+from pellucid.stages import plain_name
 from pellucid.training.common.lora import state_tensors
 from pellucid.training.common.models import model_tensors, num_parameters, num_trainable_parameters
 
@@ -49,14 +49,15 @@ class ShardingPlan:
     fsdp_size: int = -1
     """Ranks that hold one copy of the model between them; -1 is all. Fewer make ranks / fsdp_size copies (HSDP)."""
     param_dtype: torch.dtype = torch.float32
-    """What the layers' weights are gathered and computed in. Shards, gradients and everything outside the layers (embeddings,
-    norm, head) are float32."""
+    """What the layers' weights are gathered and computed in. Shards, gradients and everything outside the layers
+    (embeddings, norm, head) are float32."""
     reduce_dtype: torch.dtype = torch.float32
     """What gradients are added up over the ranks in; the sums are float32 again."""
     reshard_after_forward: bool = True
     """Drop a layer's gathered weights between its forward and its backward pass: less memory, one more gather."""
     param_offload: bool = False
-    """Keep shards, gradients and optimizer state in CPU memory; the optimizer then steps on the CPU. On a CPU it changes nothing."""
+    """Keep shards, gradients and optimizer state in CPU memory; the optimizer then steps on the CPU. On a CPU it
+    changes nothing."""
 
 
 def join_ranks(rank: int, num_ranks: int, *, init_method: str, device: torch.device, timeout_s: float = 1800.0) -> None:
@@ -93,7 +94,11 @@ def make_mesh(device: torch.device, fsdp_size: int, field: str = FSDP_SIZE) -> D
     size = ranks if fsdp_size == -1 else fsdp_size
     if size < 1 or ranks % size:
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        why = f"{ranks} = {ranks // size} × {size} + {ranks % size}" if 1 <= size <= ranks else f"{size} is no part of {ranks}"
+        why = (
+            f"{ranks} = {ranks // size} × {size} + {ranks % size}"
+            if 1 <= size <= ranks
+            else f"{size} is no part of {ranks}"
+        )
         raise UserError(
             field,
             f"{size} ranks cannot hold one copy of the model each time among {ranks} ranks: {why}.",
@@ -107,8 +112,8 @@ def make_mesh(device: torch.device, fsdp_size: int, field: str = FSDP_SIZE) -> D
 class Root(torch.nn.Module):
     """The model as one unit: whatever is computed inside its forward finds the weights outside the layers gathered.
 
-    Those are the embeddings, the final norm and the output head, so the head's matrix is a plain tensor there, tied or not, and
-    autograd carries its gradient back to the shards.
+    Those are the embeddings, the final norm and the output head, so the head's matrix is a plain tensor there, tied or
+    not, and autograd carries its gradient back to the shards.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -123,8 +128,8 @@ class Root(torch.nn.Module):
 class Sharding:
     """A model whose tensors are spread over the ranks, and what the engine asks of the other ranks.
 
-    Wraps `model` in place; make its optimizer afterwards, over `parameters()`. All methods but `local` are collective: every
-    rank calls them in the same order.
+    Wraps `model` in place; make its optimizer afterwards, over `parameters()`. All methods but `local` are collective:
+    every rank calls them in the same order.
     """
 
     def __init__(
@@ -151,7 +156,9 @@ class Sharding:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's trainable parameters under the names they had before wrapping."""
-        named = {plain_name(name).removeprefix(ROOT_PREFIX): parameter for name, parameter in self.root.named_parameters()}
+        named = {
+            plain_name(name).removeprefix(ROOT_PREFIX): parameter for name, parameter in self.root.named_parameters()
+        }
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
     def run(self, compute: Callable[[], Any]) -> Any:
@@ -225,7 +232,11 @@ def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: 
         policy = MixedPrecisionPolicy(plan.param_dtype, plan.reduce_dtype, cast_forward_inputs=False)
         for _, _, layer in layers:
             fully_shard(
-                layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=plan.reshard_after_forward
+                layer,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=plan.reshard_after_forward,
             )
         policy = MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype, cast_forward_inputs=False)
         # The head is used after the last layer and the backward pass begins with it, so it stays gathered in between.
@@ -249,4 +260,3 @@ def _fsdp1_strategy(plan: ShardingPlan, mesh: DeviceMesh) -> ShardingStrategy:
     if mesh.ndim == 1:
         return ShardingStrategy.FULL_SHARD if plan.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
     return ShardingStrategy.HYBRID_SHARD if plan.reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
-

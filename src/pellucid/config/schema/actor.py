@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pellucid.config.fields import MISSING, NULL_FOLLOWS, NULL_IS_OFF, Alias, Length, OrImportPath, Range, link
+from pellucid.algo.catalog import POLICY_LOSSES
+from pellucid.config.fields import MISSING, Alias, Length, Needs, OrImportPath, Range, option
 from pellucid.config.schema.profiler import ProfilerConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig, Strategy
 
@@ -15,15 +16,23 @@ KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
 KlLossType = Literal[KlType, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
-LossMode = Annotated[
-    Literal["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dro"],
-    Alias("clip-cov", "clip_cov"),
-    Alias("kl-cov", "kl_cov"),
-    Alias("geo-mean", "geo_mean"),
-    OrImportPath(),
-]
-SEQUENCE_MEAN_LOSSES = ("gspo", "sapo", "geo_mean")
-"""Losses that are means over sequences: they need `loss_agg_mode: seq-mean-token-mean`."""
+if TYPE_CHECKING:
+    LossMode = str
+else:
+    _HYPHENATED = [Alias(name.replace("_", "-"), name) for name in POLICY_LOSSES if "_" in name]
+    LossMode = Annotated[(Literal[tuple(POLICY_LOSSES)], *_HYPHENATED, OrImportPath())]
+_KL_LOSS = Needs("actor_rollout_ref.actor.use_kl_loss")
+_SAMPLED_KL = Needs(
+    "samples_kl",
+    otherwise="while no KL term is estimated from sampled tokens (full runs the reference on the actor's "
+    "micro-batches)",
+    remedy="Set actor_rollout_ref.actor.use_kl_loss: true, with another kl_loss_type than full",
+)
+_OWN_REFERENCE = Needs(
+    "has_own_reference",
+    otherwise="without a reference model of its own (no KL term asks for one, or under LoRA it is the actor's base)",
+    remedy="Set actor_rollout_ref.actor.use_kl_loss: true and actor_rollout_ref.model.lora_rank: 0",
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,10 @@ class OptimConfig:
     """Peak learning rate; 0 runs everything and changes no weight."""
     lr_warmup_steps: int | None = -1
     """Optimizer steps over which the learning rate rises from 0; negative, 0 or null defer to the ratio."""
-    lr_warmup_steps_ratio: Fraction = 0.0
+    lr_warmup_steps_ratio: Fraction = option(
+        0.0,
+        needs=Needs(".warmup_is_a_ratio", otherwise="while lr_warmup_steps is above 0", remedy="Set one of the two"),
+    )
     """Warm-up as a fraction of all optimizer steps, used when `lr_warmup_steps` is not positive."""
     total_training_steps: int = -1
     """Optimizer steps over which the schedule is laid out; -1 is filled in from the run's own length."""
@@ -44,8 +56,13 @@ class OptimConfig:
     """Decay rates of AdamW's running mean of the gradient and of its square."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after warm-up: it stays, or falls along a cosine or a line to `min_lr_ratio`."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Fraction = option(0.0, needs=Needs(".lr_scheduler_type", "cosine", "linear"))
     """Lowest learning rate of cosine and linear, as a fraction of `lr`."""
+
+    @property
+    def warmup_is_a_ratio(self) -> bool:
+        """Whether the warm-up is a fraction of all steps, for want of a number of steps."""
+        return self.lr_warmup_steps is None or self.lr_warmup_steps <= 0
 
 
 @dataclass(frozen=True)
@@ -55,9 +72,7 @@ class CheckpointConfig:
     save_contents: list[CheckpointPart] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """Parts that are written: weights, optimizer state, the rest of the run's state (`extra`: schedule, data position,
     random state), and `hf_model`, a folder that transformers loads."""
-    load_contents: list[CheckpointPart] = field(
-        default_factory=lambda: ["model", "optimizer", "extra"], metadata=link("${.save_contents}")
-    )
+    load_contents: list[CheckpointPart] = option(lambda: ["model", "optimizer", "extra"], link="${.save_contents}")
     """Parts that are read on resume; null follows `save_contents`."""
     async_save: bool = False
     """Write checkpoints in the background: training waits until the state is copied, not until it is on disk."""
@@ -108,24 +123,26 @@ class ActorConfig:
     """Most tokens in one micro-batch when `use_dynamic_bsz` is true; at least the longest prompt plus response."""
     clip_ratio: Annotated[float, Range(gt=0)] = 0.2
     """PPO clip range ε: a probability ratio beyond 1 ± ε gives no further gradient."""
-    clip_ratio_low: Annotated[float, Range(gt=0, le=1)] = field(default=0.2, metadata=link("${.clip_ratio}"))
+    clip_ratio_low: Annotated[float, Range(gt=0, le=1)] = option(0.2, link="${.clip_ratio}")
     """Clip range below 1; null follows `clip_ratio`."""
-    clip_ratio_high: Annotated[float, Range(gt=0)] = field(default=0.2, metadata=link("${.clip_ratio}"))
+    clip_ratio_high: Annotated[float, Range(gt=0)] = option(0.2, link="${.clip_ratio}")
     """Clip range above 1; null follows `clip_ratio`."""
     clip_ratio_c: Annotated[float, Range(gt=1)] = 3.0
     """Dual clip: for negative advantages the loss stops growing once the ratio exceeds this."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How per-token losses become one number, always over the whole mini-batch; unless it is set, gspo, sapo and
     geo_mean take seq-mean-token-mean, the one they are defined with."""
-    loss_scale_factor: Annotated[float, Range(gt=0)] | None = None
+    loss_scale_factor: Annotated[float, Range(gt=0)] | None = option(
+        None, needs=Needs(".loss_agg_mode", "seq-mean-token-sum-norm")
+    )
     """Divisor of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
     entropy_coeff: Annotated[float, Range()] = 0.0
     """Weight of the entropy bonus in the loss."""
     use_kl_loss: bool = False
     """Add the KL divergence to the frozen reference model to the loss."""
-    kl_loss_coef: Annotated[float, Range(ge=0)] = 0.001
+    kl_loss_coef: Annotated[float, Range(ge=0)] = option(0.001, needs=_KL_LOSS)
     """Weight of that KL term."""
-    kl_loss_type: KlLossType = "low_var_kl"
+    kl_loss_type: KlLossType = option("low_var_kl", needs=_KL_LOSS)
     """Estimator of that KL term: kl = k1, mse = k2, low_var_kl = k3; full is exact over the vocabulary; a trailing +
     keeps the value and takes k2's gradient."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
@@ -137,12 +154,13 @@ class ActorConfig:
     grad_clip: Annotated[float, Range(gt=0)] = 1.0
     """Largest global gradient norm; a longer gradient is scaled down to it."""
     use_torch_compile: bool = True
-    """Compile the model where that pays; it is left off, with one line of notice, on CPU and for tiny models."""
+    """Let `torch.compile` fuse the actor's log-probabilities and entropies on CUDA, where Triton and a C compiler are
+    installed; on other devices nothing is compiled."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What a checkpoint holds."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer and its schedule."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_IS_OFF)
+    profiler: ProfilerConfig = option(ProfilerConfig, null_is_off=True)
     """Profiling of the policy update and of the policy's own log-probabilities; ref and rollout follow it."""
 
 
@@ -150,17 +168,17 @@ class ActorConfig:
 class RefConfig:
     """Log-probabilities under the frozen reference model, used with a KL term."""
 
-    fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
+    fsdp_config: RefFsdpConfig = option(RefFsdpConfig, needs=_OWN_REFERENCE)
     """How the reference model is spread over its ranks."""
-    log_prob_micro_batch_size_per_gpu: Positive | None = field(
-        default=None, metadata=link("${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}")
+    log_prob_micro_batch_size_per_gpu: Positive | None = option(
+        None, link="${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}", needs=_SAMPLED_KL
     )
     """Samples in one forward pass; null follows the actor."""
-    log_prob_use_dynamic_bsz: bool = field(default=False, metadata=link("${actor_rollout_ref.actor.use_dynamic_bsz}"))
+    log_prob_use_dynamic_bsz: bool = option(False, link="${actor_rollout_ref.actor.use_dynamic_bsz}", needs=_SAMPLED_KL)
     """Form the forward passes by tokens; null follows the actor."""
-    log_prob_max_token_len_per_gpu: Positive = field(
-        default=16384, metadata=link("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    log_prob_max_token_len_per_gpu: Positive = option(
+        16384, link="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}", needs=_SAMPLED_KL
     )
     """Most tokens in one forward pass; null follows the actor."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_FOLLOWS)
+    profiler: ProfilerConfig = option(ProfilerConfig, follows=True)
     """Profiling of the reference model; what is not set here follows the actor's block."""

@@ -3,61 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pellucid.config.fields import NULL_IS_OFF, Alias, OrImportPath, Range
+from pellucid.algo.catalog import ESTIMATORS
+from pellucid.config.fields import Alias, Needs, OrImportPath, Range, option
+from pellucid.config.presets import PRESETS
 from pellucid.config.schema.actor import KlType
 
-Estimator = Annotated[
-    Literal[
-        "gae",
-        "grpo",
-        "grpo_passk",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-        "gpg",
-        "gdpo",
-    ],
-    OrImportPath(),
-]
-CRITIC_ESTIMATORS = ("gae",)
-"""Estimators that need a critic; with any other none is loaded."""
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo")
-"""Estimators that compare the responses of one prompt: they learn nothing from a single one."""
+if TYPE_CHECKING:
+    Estimator = Preset = str
+else:
+    Estimator = Annotated[Literal[tuple(ESTIMATORS)], OrImportPath()]
+    Preset = Literal[tuple(PRESETS)]
 Positive = Annotated[float, Range(gt=0)]
-Preset = Literal[
-    "disabled",
-    "token_is",
-    "seq_is",
-    "token_icepop",
-    "seq_is_rs",
-    "geo_rs",
-    "geo_rs_token_tis",
-    "k3_rs",
-    "k3_rs_token_tis",
-    "bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "bypass_pg_is",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_token_tis",
-]
+_KL_REWARD = Needs("algorithm.use_kl_in_reward")
+_ADAPTIVE = (_KL_REWARD, Needs(".type", "adaptive"))
+_WEIGHTS = Needs(
+    ".rollout_is_threshold",
+    otherwise="while algorithm.rollout_is_threshold is null: there are no weights",
+    remedy="Set algorithm.rollout_is_threshold, e.g. 2.0",
+)
 
 
 @dataclass(frozen=True)
 class KlControlConfig:
     """The weight of the KL penalty in the reward."""
 
-    type: Literal["fixed", "adaptive"] = "fixed"
+    type: Literal["fixed", "adaptive"] = option("fixed", needs=_KL_REWARD)
     """Keep the weight, or steer it each step so that the KL stays near `target_kl`."""
-    kl_coef: Annotated[float, Range(ge=0)] = 0.001
+    kl_coef: Annotated[float, Range(ge=0)] = option(0.001, needs=_KL_REWARD)
     """Weight of the KL penalty when `use_kl_in_reward` is true; where adaptive control starts."""
-    horizon: Annotated[int, Range(ge=1)] = 10000
+    horizon: Annotated[int, Range(ge=1)] = option(10000, needs=_ADAPTIVE)
     """adaptive: samples over which the weight may change by a fifth."""
-    target_kl: Positive = 0.1
+    target_kl: Positive = option(0.1, needs=_ADAPTIVE)
     """adaptive: the KL divergence per token to hold."""
 
 
@@ -67,10 +45,12 @@ class FilterGroupsConfig:
 
     enable: bool = False
     """Drop groups whose `metric` has no spread and draw prompts until the batch is full."""
-    metric: Annotated[Literal["acc", "score", "seq_reward", "seq_final_reward"], Alias(None, "acc")] = "acc"
+    metric: Annotated[Literal["acc", "score", "seq_reward", "seq_final_reward"], Alias(None, "acc")] = option(
+        "acc", needs=Needs(".enable")
+    )
     """What must differ within a group: acc, whether the verifier says correct; score = seq_reward, its score;
     seq_final_reward, with the reward model and the length penalty."""
-    max_num_gen_batches: Annotated[int, Range(ge=0)] = 10
+    max_num_gen_batches: Annotated[int, Range(ge=0)] = option(10, needs=Needs(".enable"))
     """Generations per step before the run stops with an error; 0 never stops."""
 
 
@@ -105,36 +85,48 @@ class AlgorithmConfig:
     """gdpo: weight of each reward component by name; null takes every component the reward returns, with weight 1."""
     use_kl_in_reward: bool = False
     """Subtract the KL divergence to the frozen reference model from each token's reward."""
-    kl_penalty: KlType = "kl"
+    kl_penalty: KlType = option("kl", needs=_KL_REWARD)
     """Estimator of that KL: kl = k1, mse = k2, low_var_kl = k3; full is exact over the vocabulary."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     """The weight of that KL."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig, metadata=NULL_IS_OFF)
+    filter_groups: FilterGroupsConfig = option(FilterGroupsConfig, null_is_off=True)
     """Dynamic sampling."""
     rollout_correction_preset: Preset | None = None
-    """A named setting of the rollout-correction keys below; keys that are set themselves win over it. As an override of
-    a run's resolved YAML it takes the place of the preset there."""
+    """A named setting of the rollout-correction keys below; keys that are set themselves win over
+    it."""
     rollout_is_threshold: Positive | None = None
     """Upper bound of the importance weights π_old ÷ π_rollout, and their main switch: null computes none."""
     rollout_is: bool = False
     """Multiply the policy loss by the weights; false only computes their metrics."""
-    rollout_is_threshold_lower: Positive | None = None
+    rollout_is_threshold_lower: Positive | None = option(None, needs=(_WEIGHTS, Needs(".rollout_is_mode", "clip")))
     """Lower bound of the weights in clip mode; null is 1 ÷ upper bound."""
-    rollout_is_level: Literal["token", "sequence", "geometric"] = "token"
+    rollout_is_level: Literal["token", "sequence", "geometric"] = option("token", needs=_WEIGHTS)
     """What a weight is of: each token's ratio, or the product or geometric mean of its sequence's ratios."""
-    rollout_is_mode: Literal["truncate", "clip"] = "truncate"
+    rollout_is_mode: Literal["truncate", "clip"] = option("truncate", needs=_WEIGHTS)
     """Cap weights at the upper bound, or set those outside the bounds to 0."""
-    rollout_is_veto_threshold: Positive | None = 1e-4
+    rollout_is_veto_threshold: Positive | None = option(1e-4, needs=_WEIGHTS)
     """A sequence that has a token with a ratio below this gets weight 0; null switches that off."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: bool = option(False, needs=_WEIGHTS)
     """Divide the bounded weights by their mean over the batch."""
     rollout_rs: Annotated[list[RejectionRuleConfig], Alias(None, [])] = field(default_factory=list)
     """Rejection sampling: tokens or sequences that break one of these rules are left out of training, e.g.
     `[{statistic: k1, level: seq_mean, lower: 0.999, upper: 1.001}]`."""
-    rollout_rs_threshold: Positive | None = None
+    rollout_rs_threshold: Positive | None = option(
+        None,
+        needs=Needs(
+            ".has_rule_without_bound",
+            otherwise="while no rule of algorithm.rollout_rs lacks an upper bound",
+            remedy="Add a rule, e.g. {statistic: k1, level: token}",
+        ),
+    )
     """Upper bound of the rules in `rollout_rs` that give none."""
     bypass_mode: bool = False
     """Take the rollout's log-probabilities for π_old and skip that forward pass."""
-    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    loss_type: Literal["ppo_clip", "reinforce"] = option("ppo_clip", needs=Needs(".bypass_mode"))
     """Loss in bypass mode: the one of `policy_loss.loss_mode`, whose ratio is then π_θ ÷ π_rollout, or REINFORCE
     without clipping, weighted by π_θ ÷ π_rollout only when `rollout_is` is true."""
+
+    @property
+    def has_rule_without_bound(self) -> bool:
+        """Whether a rule of `rollout_rs` gives no upper bound of its own."""
+        return any(rule.upper is None for rule in self.rollout_rs)

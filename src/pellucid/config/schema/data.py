@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import MISSING, Range, link
+from pellucid.config.fields import MISSING, Range, option
 
 Positive = Annotated[int, Range(ge=1)]
 
@@ -41,7 +41,7 @@ class SourceConfig:
     """Use at most this many validation rows; null uses all."""
     shuffle: bool = True
     """Visit the training rows in a new random order each epoch; false keeps the order of the files."""
-    seed: int = field(default=0, metadata=link("${trainer.seed}"))
+    seed: int = option(0, link="${trainer.seed}")
     """Seed of the shuffling; null follows `trainer.seed`."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the tokenizer's chat template; auto does so when the tokenizer has one."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pellucid.config.fields import MISSING, Alias, Range
+from pellucid.config.fields import MISSING, Alias, Needs, Range, option
 
 Dtype = Annotated[Literal["float32", "bfloat16"], Alias("fp32", "float32"), Alias("bf16", "bfloat16")]
+_LORA = Needs("actor_rollout_ref.model.lora_rank", remedy="Set actor_rollout_ref.model.lora_rank, e.g. 16")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class ModelConfig(BaseModelConfig):
     """The model: `builtin` for the small one shipped in the package, a Hugging Face model folder, or a hub id."""
     lora_rank: Annotated[int, Range(ge=0)] = 0
     """Rank of the LoRA adapter that is trained in place of the weights; 0 trains the weights themselves."""
-    lora_alpha: Annotated[int, Range(ge=1)] = 16
+    lora_alpha: Annotated[int, Range(ge=1)] = option(16, needs=_LORA)
     """The adapter's output is scaled by lora_alpha ÷ lora_rank."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | list[str] = option("all-linear", needs=_LORA)
     """Modules that get an adapter: all-linear, or a list of names such as `[q_proj, v_proj]`."""
 
 

@@ -1,7 +1,8 @@
-"""The JSON config of msprobe, as far as it can be judged without msprobe: form, known keys, and what the run decides itself.
+"""The JSON config of msprobe, as far as it can be judged without msprobe: form, known keys, and what the run decides
+itself.
 
-`precision_debugger.config_path` names it; `load.py` takes its level, and `validate/precision.py` reports what is wrong with it. What
-msprobe makes of its own keys, `precision/msprobe.py` asks msprobe.
+`precision_debugger.config_path` names it; `load.py` takes its level, and `validate/precision.py` reports what is wrong
+with it. What msprobe makes of its own keys, `precision/msprobe.py` asks msprobe.
 """
 
 from __future__ import annotations
@@ -29,15 +30,6 @@ _DECIDED = {
 _OPTIONS = ("extra_info", "async_dump", "precision", "risk_level", "custom_op_namespaces")
 _TASK_OPTIONS = ("scope", "list", "data_mode", "slice", "summary_mode", "tensor_list")
 _KEYS = ("task", "level", *_DECIDED, *_OPTIONS, *TASKS, *_OTHER_TASKS)
-_AS_NATIVE_DOES = {
-    "extra_info": (True,),
-    "async_dump": (False,),
-    "precision": ("low", "high"),
-    "risk_level": ("FOCUS", "ALL"),
-    "data_mode": (["all"],),
-    "summary_mode": ("statistics",),
-}
-"""Values that ask for nothing but what the native backend does anyway; null and empty ones do so for every key."""
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -94,20 +86,6 @@ def mistakes(path: str, content: dict[str, Any], settings: PrecisionDebuggerConf
     for key in options:
         if key not in _TASK_OPTIONS:
             yield mistake(f"{task}.{key}", "msprobe reads no such key here.", did_you_mean(key, _TASK_OPTIONS))
-    if settings.backend == "native":
-        yield from _beyond_native(task, content, options, mistake)
-
-
-def _beyond_native(task: str, content: dict[str, Any], options: dict[str, Any], mistake: Any) -> Iterator[UserError]:
-    """Yield what a file asks for and the native backend does not do."""
-    remedy = f"Set {SECTION}.backend: msprobe, or take it out."
-    if task == "tensor":
-        yield mistake("task", "tensor keeps whole tensors, and backend native keeps statistics of them.", remedy)
-        return
-    asked = {key: content.get(key) for key in _OPTIONS} | {f"{task}.{key}": options.get(key) for key in _TASK_OPTIONS}
-    for key, value in asked.items():
-        if value not in (None, [], "", {}) and value not in _AS_NATIVE_DOES.get(key.rpartition(".")[2], ()):
-            yield mistake(key, f"{_shown(value)} is something that backend native does not do.", remedy)
 
 
 def _shown(value: Any) -> str:

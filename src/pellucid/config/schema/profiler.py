@@ -1,6 +1,6 @@
 """Section `global_profiler`, and the `profiler` block of every role: what is captured, of whom, with which tool.
 
-`validate/profiling.py` has the rules; `controller/profiling.py` turns both into each process's request.
+`validate/profiling.py` has the rules; `observe/captures.py` turns both into each process's request.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import Alias, OrImportPath, Range, link
+from pellucid.config.fields import Alias, Needs, OrImportPath, Range, option
 
 ToolName = Annotated[Literal["torch", "torch_memory", "nsys", "npu", "precision_debugger"], OrImportPath()]
 StageName = Literal[
@@ -30,6 +30,7 @@ PROFILED_SECTIONS = {
     "reward_model": "reward_model",
 }
 """Role → the section that holds its `profiler`."""
+_STAGES = Needs(".stages", remedy="Name the stages, e.g. stages: [actor_update]")
 ACTOR_FOLLOWERS = ("ref", "rollout")
 """Roles whose `profiler` takes from the actor's what it does not set."""
 
@@ -38,7 +39,7 @@ ACTOR_FOLLOWERS = ("ref", "rollout")
 class NsysToolConfig:
     """NVIDIA Nsight Systems."""
 
-    discrete: bool = field(default=False, metadata=link("${global_profiler.global_tool_config.nsys.discrete}"))
+    discrete: bool = option(False, link="${global_profiler.global_tool_config.nsys.discrete}")
     """One capture for each stage instead of one for each step; null follows the global key."""
 
 
@@ -47,12 +48,14 @@ class NpuToolConfig:
     """The profiler of Ascend NPUs (`torch_npu.profiler`)."""
 
     contents: list[Literal["npu", "cpu", "memory", "shapes", "module", "stack"]] = field(default_factory=list)
-    """What is collected; empty means npu and cpu. `module` records the call stack at less cost than `stack`."""
+    """What is collected; empty means npu and cpu. Without cpu nothing is captured, so it is added. `module` records
+    the call stack at less cost than `stack`."""
     level: Literal["level_none", "level0", "level1", "level2"] = "level0"
-    """Depth: level0 applications and operators on the NPU, level1 also AscendCL and AI Core metrics, level2 also the CANN
-    runtime and AI CPU."""
-    analysis: bool = True
-    """Parse the data as soon as it is collected; otherwise `pellucid profile analyse` does it later."""
+    """Depth: level0 applications and operators on the NPU, level1 also AscendCL and AI Core metrics, level2 also
+    the CANN runtime and AI CPU."""
+    analysis: Annotated[Literal["off", "text", "db"], Alias(True, "text"), Alias(False, "off")] = "text"
+    """Parse the data as soon as it is collected, to a trace and tables as text, or to a database; off leaves it to
+    `pellucid profile analyse`. true is text, false is off."""
     discrete: bool = False
     """One capture for each stage instead of one for each step."""
 
@@ -75,12 +78,12 @@ class TorchToolConfig:
 class TorchMemoryToolConfig:
     """Who holds memory: snapshots of CUDA's allocator, or on a CPU the profiler's memory events."""
 
-    trace_alloc_max_entries: Annotated[int, Range(ge=1)] = field(
-        default=100000, metadata=link("${global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries}")
+    trace_alloc_max_entries: Annotated[int, Range(ge=1)] = option(
+        100000, link="${global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries}"
     )
     """Most allocations and frees that are kept, the latest; null follows the global key."""
-    stack_depth: Annotated[int, Range(ge=1)] = field(
-        default=32, metadata=link("${global_profiler.global_tool_config.torch_memory.stack_depth}")
+    stack_depth: Annotated[int, Range(ge=1)] = option(
+        32, link="${global_profiler.global_tool_config.torch_memory.stack_depth}"
     )
     """Most frames of an allocation's stack; null follows the global key."""
 
@@ -103,27 +106,28 @@ class RoleToolConfig:
 class ScheduleConfig:
     """A window inside a stage: of many like units a few are captured. Stages in it have captures of their own."""
 
-    unit: Literal["micro_batch", "mini_batch", "decode_step"] = "micro_batch"
+    unit: Literal["micro_batch", "mini_batch", "decode_step"] = option("micro_batch", needs=_STAGES)
     """What is counted: micro_batch in passes and updates, mini_batch in updates, decode_step in rollout_generate."""
-    skip_first: Count = 0
+    skip_first: Count = option(0, needs=_STAGES)
     """Units before the first cycle."""
-    wait: Count = 0
+    wait: Count = option(0, needs=_STAGES)
     """Units at the start of each cycle that are not captured."""
-    warmup: Count = 0
+    warmup: Count = option(0, needs=_STAGES)
     """Units after these in which the tool already runs and its results are thrown away."""
-    active: Annotated[int, Range(ge=1)] = 1
+    active: Annotated[int, Range(ge=1)] = option(1, needs=_STAGES)
     """Units after these that are captured, as one file."""
-    repeat: Count = 1
+    repeat: Count = option(1, needs=_STAGES)
     """Cycles of wait, warmup and active; 0 goes on to the end of the stage."""
     stages: list[StageName] = field(default_factory=list)
-    """Stages of this role that are sampled so, in the actor's block those of ref and rollout too; empty: no schedule."""
+    """Stages of this role that are sampled so, in the actor's block those of ref and rollout too; empty: no
+    schedule."""
 
 
 @dataclass(frozen=True)
 class ProfilerConfig:
     """Profiling of one role."""
 
-    tool: ToolName | None = field(default=None, metadata=link("${global_profiler.tool}"))
+    tool: ToolName | None = option(None, link="${global_profiler.tool}")
     """What captures: torch, torch_memory, nsys, npu, precision_debugger, or a class of your own as `file.py:name`; null
     follows the global key."""
     enable: bool = False
@@ -132,7 +136,7 @@ class ProfilerConfig:
     """On all of its ranks."""
     ranks: list[Count] = field(default_factory=list)
     """Or on these alone; of rollout, the numbers of inference engines. Empty without `all_ranks` means none."""
-    save_path: str | None = field(default=None, metadata=link("${global_profiler.save_path}"))
+    save_path: str | None = option(None, link="${global_profiler.save_path}")
     """Folder for the files; null follows the global key."""
     tool_config: RoleToolConfig = field(default_factory=RoleToolConfig)
     """Settings of the tools, of which `tool` reads its own."""
@@ -191,7 +195,8 @@ class GlobalNsysConfig:
             "kill": "none",
         }
     )
-    """Options for the ranks' processes; `capture-range-end: null` becomes `repeat-shutdown:N` with the run's own number."""
+    """Options for the ranks' processes; `capture-range-end: null` becomes `repeat-shutdown:N` with the run's own
+    number."""
 
 
 @dataclass(frozen=True)
@@ -206,16 +211,18 @@ class GlobalTorchMemoryConfig:
 
 @dataclass(frozen=True)
 class PrecisionDebuggerConfig:
-    """Numbers of every layer, to find the first wrong one; the steps are `global_profiler.steps`, each stage a capture."""
+    """Numbers of every layer, to find the first wrong one; the steps are `global_profiler.steps`, each stage a
+    capture.
+    """
 
     backend: Literal["native", "msprobe"] = "native"
-    """Who measures: native, at little cost and on the rollout too, or msprobe (package mindstudio-probe), which also keeps
-    whole tensors. Both write the same files."""
+    """Who measures: native, at little cost and on the rollout too, or msprobe (package mindstudio-probe), which
+    also keeps whole tensors. Both write the same files. Unless it is set, a `config_path` means msprobe."""
     config_path: str | None = None
-    """msprobe's JSON config, which backend msprobe needs; native takes its `level`. Steps, ranks and folder are the run's."""
+    """msprobe's JSON config, which backend msprobe needs. Steps, ranks and folder are the run's."""
     level: PrecisionLevel | None = None
-    """What is measured: L0 each module's inputs, outputs, parameters and gradients; L1 each operator's; mix both. null: the
-    JSON's `level`, else L0."""
+    """What is measured: L0 each module's inputs, outputs, parameters and gradients; L1 each operator's; mix both.
+    null: the JSON's `level`, else L0."""
     stages: Annotated[list[StageName], Alias(None, [])] = field(default_factory=list)
     """Stages that are captured, of roles with `profiler.enable: true`; empty: all those that the backend can,
     rollout_generate with native alone."""

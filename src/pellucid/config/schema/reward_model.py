@@ -5,18 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pellucid.config.fields import NULL_IS_OFF, Range, link
+from pellucid.config.fields import Needs, Range, option
 from pellucid.config.schema.profiler import ProfilerConfig
 
 Positive = Annotated[int, Range(ge=1)]
 Weight = Annotated[float, Range()]
+_MODEL = Needs("reward_model.enable")
+_SUM = Needs(
+    "sums_rewards",
+    otherwise="with adv_estimator: {0.algorithm.adv_estimator}, which normalises the components of the reward one by "
+    "one",
+    remedy="Weigh the components with algorithm.gdpo_reward_weights",
+)
+_BY_TOKENS = Needs(
+    ".scores_by_tokens",
+    otherwise="unless a reward model forms its passes by tokens",
+    remedy="Set reward_model.enable: true and reward_model.micro_batch_size_per_gpu: null",
+)
 
 
 @dataclass(frozen=True)
 class CustomRewardConfig:
     """A reward function of the user's own."""
 
-    path: str | None = None
+    path: str | None = option(None, needs=Needs("reward_model.rule_weight", remedy="Set reward_model.rule_weight: 1.0"))
     """Python file (`reward.py`) or importable module (`pkg.mod`) with the function; null uses the task's verifier."""
     name: str = "compute_score"
     """Name of the function inside `path`."""
@@ -26,9 +38,9 @@ class CustomRewardConfig:
 class RewardModelSourceConfig:
     """The model that scores."""
 
-    path: str | None = None
+    path: str | None = option(None, needs=_MODEL)
     """A sequence classifier with one label, or a causal language model with a value head, as a folder or hub id."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = option(False, needs=_MODEL)
     """Run Python code that comes with the model folder; only for sources you trust."""
 
 
@@ -38,9 +50,9 @@ class OverlongBufferConfig:
 
     enable: bool = False
     """Lower the reward of responses that end in the last `len` tokens before `data.max_response_length`."""
-    len: Positive | None = None
+    len: Positive | None = option(None, needs=Needs(".enable"))
     """Tokens over which the penalty grows from 0; must be set when it is on."""
-    penalty_factor: Annotated[float, Range(gt=0)] = 1.0
+    penalty_factor: Annotated[float, Range(gt=0)] = option(1.0, needs=Needs(".enable"))
     """Penalty at the length limit; under gdpo it cancels when components are divided by their standard deviation."""
 
 
@@ -52,13 +64,13 @@ class RewardConfig:
     """Score with a reward model, beside the rule or in its place."""
     model: RewardModelSourceConfig = field(default_factory=RewardModelSourceConfig)
     """The reward model."""
-    micro_batch_size_per_gpu: Positive | None = None
+    micro_batch_size_per_gpu: Positive | None = option(None, needs=_MODEL)
     """Samples in one forward pass of the reward model; null forms the passes by tokens."""
-    forward_max_token_len_per_gpu: Positive = field(
-        default=16384, metadata=link("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    forward_max_token_len_per_gpu: Positive = option(
+        16384, link="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}", needs=_BY_TOKENS
     )
     """Most tokens in one forward pass of the reward model; null follows the actor."""
-    weight: Weight = 1.0
+    weight: Weight = option(1.0, needs=(_MODEL, _SUM))
     """Weight of the reward model's score."""
     rule_weight: Weight = 1.0
     """Weight of the verifier's or custom function's score; 0 does not call it."""
@@ -70,5 +82,10 @@ class RewardConfig:
     """Processes that run the custom function in parallel."""
     reward_timeout_s: Annotated[float, Range(gt=0)] = 30.0
     """Seconds a reward call may take before it is stopped; a call that fails twice is masked out of training."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_IS_OFF)
+    profiler: ProfilerConfig = option(ProfilerConfig, null_is_off=True)
     """Profiling of the reward model."""
+
+    @property
+    def scores_by_tokens(self) -> bool:
+        """Whether a reward model scores, in passes formed by tokens."""
+        return self.enable and self.micro_batch_size_per_gpu is None

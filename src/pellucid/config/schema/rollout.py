@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import NULL_FOLLOWS, Alias, Range, Refused, link
+from pellucid.config.fields import Alias, Range, Refused, option
 from pellucid.config.schema.model import Dtype
 from pellucid.config.schema.profiler import ProfilerConfig
 
@@ -68,23 +68,26 @@ class RolloutConfig:
     """Go on after the end-of-text token until the length limit; for benchmarks."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response when they appear."""
-    prompt_length: Positive = field(default=512, metadata=link("${data.max_prompt_length}"))
+    prompt_length: Positive = option(512, link="${data.max_prompt_length}")
     """Longest prompt the engine makes room for; null follows `data.max_prompt_length`."""
-    response_length: Positive = field(default=512, metadata=link("${data.max_response_length}"))
+    response_length: Positive = option(512, link="${data.max_response_length}")
     """Longest response in tokens; null follows `data.max_response_length`."""
     calculate_log_probs: bool = True
     """Keep the log-probability of each sampled token, which measures the gap between sampling and training."""
-    dtype: Dtype = field(default="float32", metadata=link("${actor_rollout_ref.model.dtype}"))
+    dtype: Dtype = option("float32", link="${actor_rollout_ref.model.dtype}")
     """Number format of generation; the native engine shares the actor's weights, so it equals the model's."""
     max_num_seqs: Positive = 256
     """Most sequences decoded at once; the others wait and enter as sequences finish."""
     max_num_batched_tokens: Positive = 8192
     """Most prompt tokens read in one forward pass."""
-    seed: int = field(default=0, metadata=link("${trainer.seed}"))
+    seed: int = option(0, link="${trainer.seed}")
     """Seed of the sampling noise; null follows `trainer.seed`."""
+    verify_weights: Literal["first", "always", "off"] = "first"
+    """Which updates of a copy of the weights are compared with what the trainer sent; in one process there is no
+    copy."""
     simulate_mismatch: SimulateMismatchConfig = field(default_factory=SimulateMismatchConfig)
     """A deliberate gap between sampling and training, to study its correction; validation is not touched."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     """Sampling during validation."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig, metadata=NULL_FOLLOWS)
+    profiler: ProfilerConfig = option(ProfilerConfig, follows=True)
     """Profiling of the engine; what is not set here follows the actor's block. Ranks are numbers of engines."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pellucid.config.fields import NULL_IS_OFF, Range
+from pellucid.algo.catalog import estimator_entry
+from pellucid.config.fields import Range, option
 from pellucid.config.schema.actor import ActorConfig, OptimConfig, RefConfig
-from pellucid.config.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmConfig
+from pellucid.config.schema.algorithm import AlgorithmConfig
 from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.data import DataConfig, SftDataConfig
 from pellucid.config.schema.model import ModelConfig, SftModelConfig
 from pellucid.config.schema.profiler import GlobalProfilerConfig, ProfilerConfig
 from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.config.schema.rollout import RolloutConfig
-from pellucid.config.schema.trainer import SftTrainerConfig, TrainerConfig
+from pellucid.config.schema.trainer import CRITIC, SftTrainerConfig, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RunConfig:
     """The prompts, and how many make a step."""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     """The policy: model, update, reference and sampling."""
-    critic: CriticConfig = field(default_factory=CriticConfig, metadata=NULL_IS_OFF)
+    critic: CriticConfig = option(CriticConfig, needs=CRITIC, null_is_off=True)
     """The value model, loaded only for estimators that have one."""
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     """How a response is scored."""
@@ -47,7 +48,7 @@ class RunConfig:
     """From rewards to advantages."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run: its length, device, logs and checkpoints."""
-    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig, metadata=NULL_IS_OFF)
+    global_profiler: GlobalProfilerConfig = option(GlobalProfilerConfig, null_is_off=True)
     """Profiling: the tool, the steps, and what is done with the files; each role's `profiler` says of whom."""
 
     @property
@@ -85,7 +86,17 @@ class RunConfig:
     @property
     def has_critic(self) -> bool:
         """Whether the estimator needs a value model."""
-        return self.algorithm.adv_estimator in CRITIC_ESTIMATORS
+        return "values" in estimator_entry(self.algorithm.adv_estimator).needs
+
+    @property
+    def has_several_ranks(self) -> bool:
+        """Whether any role is spread over several ranks."""
+        return self.trainer.placement == "ray" and max(self.num_ranks, *self.trainer.resource_pools.values(), 1) > 1
+
+    @property
+    def sums_rewards(self) -> bool:
+        """Whether the advantages come from one sum of rewards, instead of from each component."""
+        return "reward_components" not in estimator_entry(self.algorithm.adv_estimator).needs
 
     @property
     def needs_reference(self) -> bool:
@@ -116,13 +127,17 @@ class RunConfig:
 
     @property
     def corrects(self) -> bool:
-        """Whether weights or a smaller mask are worked out before the update; in bypass mode the update does it itself."""
+        """Whether weights or a smaller mask are worked out before the update; in bypass mode the update does it
+        itself.
+        """
         algorithm = self.algorithm
         return not algorithm.bypass_mode and (algorithm.rollout_is or bool(algorithm.rollout_rs))
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether a pass before the update must supply `old_logp`: the update's own forward does when it is the only one."""
+        """Whether a pass before the update must supply `old_logp`: the update's own forward does when it is the
+        only one.
+        """
         actor = self.actor_rollout_ref.actor
         one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
         return not one_update or self.algorithm.use_kl_in_reward or self.corrects

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pellucid.config.fields import Range, Refused, link
+from pellucid.config.fields import Range, Refused, option
 from pellucid.config.schema.model import Dtype
 
 Strategy = Annotated[Literal["fsdp", "fsdp2"], Refused(("megatron",), "Set it to fsdp2, or to fsdp.")]
@@ -21,8 +21,8 @@ class FsdpConfig:
     """Ranks that hold one copy of the model between them; -1 is all. Fewer, a divisor of the number of ranks, make
     several copies (HSDP): less traffic between machines, more memory."""
     param_offload: bool = False
-    """Keep weights, gradients and optimizer state in CPU memory, and step there: slower, and the device holds little more than
-    the copy that responses are sampled from."""
+    """Keep weights, gradients and optimizer state in CPU memory, and step there: slower, and the device holds
+    little more than the copy that responses are sampled from."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in CPU memory; the weights stay on the device."""
     reshard_after_forward: bool = True
@@ -35,9 +35,9 @@ class FsdpConfig:
 class RefFsdpConfig:
     """How the frozen reference model is spread over its ranks; it follows the actor unless it is set."""
 
-    fsdp_size: FsdpSize = field(default=-1, metadata=link(f"${{{_ACTOR}.fsdp_size}}"))
+    fsdp_size: FsdpSize = option(-1, link=f"${{{_ACTOR}.fsdp_size}}")
     """Ranks that hold one copy of the model between them, -1 for all; null follows the actor."""
-    param_offload: bool = field(default=False, metadata=link(f"${{{_ACTOR}.param_offload}}"))
+    param_offload: bool = option(False, link=f"${{{_ACTOR}.param_offload}}")
     """Keep the weights in CPU memory; null follows the actor."""
-    reshard_after_forward: bool = field(default=True, metadata=link(f"${{{_ACTOR}.reshard_after_forward}}"))
+    reshard_after_forward: bool = option(True, link=f"${{{_ACTOR}.reshard_after_forward}}")
     """Drop a layer's gathered weights after its forward pass; null follows the actor."""

@@ -5,10 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import Range, link
+from pellucid.config.fields import Needs, Range, option
 
 Positive = Annotated[int, Range(ge=1)]
 Frequency = Annotated[int, Range(ge=-1)]
+CRITIC = Needs(
+    "has_critic",
+    otherwise="with adv_estimator: {0.algorithm.adv_estimator}, which has no critic",
+    remedy="Set adv_estimator: gae",
+)
+"""What keys need that only estimators with a critic read."""
+_RAY = Needs("trainer.placement", "ray")
+_MACHINES = Needs(
+    ".has_several_machines",
+    otherwise="unless ranks of several machines meet",
+    remedy="Set trainer.placement: ray and trainer.nnodes, e.g. 2",
+)
+_RANKS = Needs(
+    "has_several_ranks",
+    otherwise="with a single rank",
+    remedy="Set trainer.placement: ray and trainer.n_gpus_per_node, e.g. 2",
+)
 TrackerName = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
@@ -26,8 +43,8 @@ class BaseTrainerConfig:
     """Second part of the run's folder, and the run's name in trackers."""
     logger: list[TrackerName] = field(default_factory=lambda: ["console", "tensorboard"])
     """Where metrics go; `metrics.jsonl` in the run's folder is always written."""
-    default_local_dir: str = field(
-        default="outputs/pellucid/run", metadata=link("outputs/${trainer.project_name}/${trainer.experiment_name}")
+    default_local_dir: str = option(
+        "outputs/pellucid/run", link="outputs/${trainer.project_name}/${trainer.experiment_name}"
     )
     """The run's folder: resolved config, metrics, rollouts and checkpoints."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
@@ -50,40 +67,45 @@ class TrainerConfig(BaseTrainerConfig):
     """Machines; the run has n_gpus_per_node × nnodes ranks."""
     placement: Literal["local", "ray"] = "local"
     """Where the roles run: local keeps them in one process, ray spreads them over ranks, each a process."""
-    ray_address: str | None = None
+    ray_address: str | None = option(None, needs=_RAY)
     """Ray cluster to join, `auto` (the one this machine belongs to) or `host:port`; null starts one on this machine for
     the run."""
-    rendezvous_port: Annotated[int, Range(ge=1, le=65535)] | None = None
-    """Port of the first machine on which the ranks of several machines meet, roles with ranks of their own at the ports after
-    it; null picks a free one."""
-    resource_pools: dict[str, Positive] = field(default_factory=dict)
+    rendezvous_port: Annotated[int, Range(ge=1, le=65535)] | None = option(None, needs=_MACHINES)
+    """Port of the first machine on which the ranks of several machines meet, roles with ranks of their own at the
+    ports after it; null picks a free one."""
+    resource_pools: dict[str, Positive] = option(dict, needs=_RAY)
     """Ranks of their own for roles among ref, critic and reward_model, beside the policy's, e.g. `{critic: 2}`; the
     other roles share the policy's ranks."""
-    balance_batch: bool = True
+    balance_batch: bool = option(True, needs=_RANKS)
     """Choose the samples of each rank so that all have about as many tokens."""
     stall_timeout_s: Annotated[float, Range(gt=0)] | None = 1800.0
     """Seconds without progress after which the run ends and says where it stood, with all stacks; null never ends
     it."""
-    max_restarts: Annotated[int, Range(ge=0)] = 0
+    max_restarts: Annotated[int, Range(ge=0)] = option(0, needs=_RAY)
     """Times the run starts again by itself from its last checkpoint after a rank died or stalled."""
-    critic_warmup: Annotated[int, Range(ge=0)] = 0
+    critic_warmup: Annotated[int, Range(ge=0)] = option(0, needs=CRITIC)
     """Steps at the start in which only the critic learns and the policy rests."""
     val_before_train: bool = True
     """Validate before the first step, so that the curve has a starting point."""
-    val_only: bool = False
+    val_only: bool = option(False, needs=Needs("data.val_files"))
     """Validate once and stop, without training."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Where a run starts: auto from the newest checkpoint of its folder, disable from the beginning, resume_path from
     `resume_from_path`."""
-    resume_from_path: str | None = None
+    resume_from_path: str | None = option(None, needs=Needs(".resume_mode", "resume_path"))
     """Checkpoint folder (`…/global_step_N`) to resume from; goes with `resume_mode: resume_path`."""
     max_actor_ckpt_to_keep: Positive | None = None
     """Newest checkpoints to keep; null keeps all."""
     nan_sentinel: bool = False
-    """Watch each stage for the first NaN or Inf: on a hit its batch is saved, the passes are repeated with every module watched, and
-    module, stage, rank and sample are named; `pellucid precision replay` captures it."""
+    """Watch each stage for the first NaN or Inf: on a hit its batch is saved, the passes are repeated with every
+    module watched, and module, stage, rank and sample are named; `pellucid precision replay` captures it."""
     dump_rollouts: bool = True
     """Write each step's prompts, responses, rewards and log-probabilities to the run's folder."""
+
+    @property
+    def has_several_machines(self) -> bool:
+        """Whether ranks of several machines make up the run."""
+        return self.placement == "ray" and self.nnodes > 1
 
 
 @dataclass(frozen=True)

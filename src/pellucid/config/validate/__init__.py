@@ -20,7 +20,7 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
         UserError: a rule is broken; the arithmetic is spelled out (`ConfigError` for several).
     """
     if isinstance(config, SftConfig):
-        raise_all([*run.sft_mistakes(config)])
+        raise_all([*run.sft_mistakes(config), *effects.mistakes(config, effects.changed_keys(config))])
         return []
     changed = effects.changed_keys(config)
     found = [
@@ -30,7 +30,7 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
         *algorithm.mistakes(config),
         *correction.mistakes(config),
         *run.mistakes(config),
-        *profiling.mistakes(config),
+        *profiling.mistakes(config, changed),
         *precision.mistakes(config),
     ]
     named = {error.field for error in found}
@@ -39,7 +39,7 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
     return [
         *algorithm.unusual(config),
         *correction.unusual(config),
-        *ranks.unusual(config),
+        *ranks.unusual(config, changed),
         *profiling.unusual(config, changed),
         *precision.unusual(config),
     ]

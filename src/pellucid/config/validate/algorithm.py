@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pellucid.algo.catalog import loss_entry
 from pellucid.config.schema import RunConfig
-from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
 from pellucid.errors import UserError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -18,41 +18,29 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     """Yield the mistakes in the algorithm and the reward."""
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss.loss_mode
-    if loss in SEQUENCE_MEAN_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
-        yield UserError(
-            f"{ACTOR}.loss_agg_mode",
-            f"{actor.loss_agg_mode} does not go with loss_mode: {loss}, which is a mean over sequences.",
-            "Set it to seq-mean-token-mean, or remove the key.",
-        )
-    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield UserError(
-            f"{ACTOR}.loss_scale_factor",
-            f"{actor.loss_scale_factor:g} has no effect with loss_agg_mode: {actor.loss_agg_mode}.",
-            "Set loss_agg_mode: seq-mean-token-sum-norm, or remove the key.",
-        )
+    if loss_entry(loss).sequence_mean and actor.loss_agg_mode != "seq-mean-token-mean":
+        reason = f"{actor.loss_agg_mode} does not go with loss_mode: {loss}, which is a mean over sequences."
+        yield UserError(f"{ACTOR}.loss_agg_mode", reason, "Set it to seq-mean-token-mean, or remove the key.")
     if actor.clip_ratio != type(actor)().clip_ratio and actor.clip_ratio not in (
         actor.clip_ratio_low,
         actor.clip_ratio_high,
     ):
-        yield UserError(
-            f"{ACTOR}.clip_ratio",
+        reason = (
             f"{actor.clip_ratio:g} has no effect while clip_ratio_low ({actor.clip_ratio_low:g}) and "
-            f"clip_ratio_high ({actor.clip_ratio_high:g}) are both set.",
-            "Remove it, or set those to null.",
+            f"clip_ratio_high ({actor.clip_ratio_high:g}) are both set."
         )
-    if config.algorithm.adv_estimator == "gdpo" and config.algorithm.use_kl_in_reward:
+        yield UserError(f"{ACTOR}.clip_ratio", reason, "Remove it, or set those to null.")
+    if config.algorithm.use_kl_in_reward and not config.sums_rewards:
         yield UserError(
             "algorithm.use_kl_in_reward",
-            "gdpo normalises the named components of the reward, and the KL penalty is none of them: it would be lost.",
+            f"{config.algorithm.adv_estimator} normalises the components of the reward, and the KL penalty "
+            "is none: it would be lost.",
             f"Set {ACTOR}.use_kl_loss: true instead.",
         )
     model = config.actor_rollout_ref.model
     if model.lora_rank and model.target_modules == []:
-        yield UserError(
-            "actor_rollout_ref.model.target_modules",
-            "an empty list gives no module an adapter, so nothing would be trained.",
-            "Name modules, or set it to all-linear.",
-        )
+        reason = "an empty list gives no module an adapter, so nothing would be trained."
+        yield UserError("actor_rollout_ref.model.target_modules", reason, "Name modules, or set it to all-linear.")
     if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.type == "adaptive":
         yield from _adaptive_kl(config)
     yield from _reward(config)
@@ -63,11 +51,9 @@ def _adaptive_kl(config: RunConfig) -> Iterator[UserError]:
     control = config.algorithm.kl_ctrl
     prompts, num_samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     if control.kl_coef == 0:
-        yield UserError(
-            "algorithm.kl_ctrl.kl_coef",
-            "adaptive control multiplies the weight each step, and 0 stays 0.",
-            "Set it above 0, e.g. 0.001, or algorithm.kl_ctrl.type: fixed.",
-        )
+        reason = "adaptive control multiplies the weight each step, and 0 stays 0."
+        remedy = "Set it above 0, e.g. 0.001, or algorithm.kl_ctrl.type: fixed."
+        yield UserError("algorithm.kl_ctrl.kl_coef", reason, remedy)
     samples = prompts * num_samples
     if 5 * control.horizon <= samples:
         yield UserError(
@@ -81,36 +67,30 @@ def _adaptive_kl(config: RunConfig) -> Iterator[UserError]:
 def _reward(config: RunConfig) -> Iterator[UserError]:
     reward, longest = config.reward_model, config.data.max_response_length
     if reward.enable and reward.model.path is None:
-        yield UserError(
-            "reward_model.model.path",
-            "reward_model.enable is true, but no model is named.",
-            "Set it to a model folder or hub id.",
-        )
+        reason = "reward_model.enable is true, but no model is named."
+        yield UserError("reward_model.model.path", reason, "Set it to a model folder or hub id.")
     if reward.enable and reward.weight == 0:
-        yield UserError(
-            "reward_model.weight",
-            "0 leaves the reward model's score out of the reward.",
-            "Set another weight, or reward_model.enable: false.",
-        )
-    if reward.rule_weight == 0 and not reward.enable:
+        reason = "0 leaves the reward model's score out of the reward."
+        yield UserError("reward_model.weight", reason, "Set another weight, or reward_model.enable: false.")
+    if reward.rule_weight not in (0, 1) and not config.sums_rewards:
         yield UserError(
             "reward_model.rule_weight",
-            "0 leaves the rule's score out, and there is no reward model: every reward is 0.",
-            "Set it to 1, or reward_model.enable: true.",
+            f"{reward.rule_weight} has no effect with adv_estimator: {config.algorithm.adv_estimator}, "
+            "which normalises each component.",
+            "Weigh the components with algorithm.gdpo_reward_weights, or remove the key.",
         )
+    if reward.rule_weight == 0 and not reward.enable:
+        reason = "0 leaves the rule's score out, and there is no reward model: every reward is 0."
+        yield UserError("reward_model.rule_weight", reason, "Set it to 1, or reward_model.enable: true.")
     buffer = reward.overlong_buffer
     if buffer.enable and buffer.len is None:
-        yield UserError(
-            "reward_model.overlong_buffer.len",
-            "must be set while overlong_buffer.enable is true.",
-            f"Set it below data.max_response_length ({longest}), e.g. {max(1, longest // 4)}.",
-        )
+        reason = "must be set while overlong_buffer.enable is true."
+        remedy = f"Set it below data.max_response_length ({longest}), e.g. {max(1, longest // 4)}."
+        yield UserError("reward_model.overlong_buffer.len", reason, remedy)
     if buffer.enable and buffer.len is not None and buffer.len >= longest:
-        yield UserError(
-            "reward_model.overlong_buffer.len",
-            f"{buffer.len} tokens of penalty leave none of data.max_response_length ({longest}) without one.",
-            f"Set it below {longest}, e.g. {max(1, longest // 4)}.",
-        )
+        reason = f"{buffer.len} tokens of penalty leave none of data.max_response_length ({longest}) without one."
+        remedy = f"Set it below {longest}, e.g. {max(1, longest // 4)}."
+        yield UserError("reward_model.overlong_buffer.len", reason, remedy)
 
 
 def unusual(config: RunConfig) -> Iterator[str]:

@@ -1,13 +1,17 @@
-"""Rules on how a step is cut up: mini-batches, micro-batches and token budgets of actor, critic, reference, reward model.
+"""Rules on how a step is cut up: mini-batches, micro-batches and token budgets of actor, critic, reference, reward
+model.
 
 `validate` in the package calls `mistakes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 
-from pellucid.config.schema import ActorConfig, CriticConfig, RunConfig
+from pellucid.config.schema import RunConfig
+from pellucid.config.schema.actor import ActorConfig
+from pellucid.config.schema.critic import CriticConfig
 from pellucid.errors import UserError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -57,18 +61,14 @@ def _update(section: str, part: ActorConfig | CriticConfig, config: RunConfig, r
     mini, micro = part.ppo_mini_batch_size, part.ppo_micro_batch_size_per_gpu
     key = f"{section}.ppo_mini_batch_size"
     if mini > prompts:
-        yield UserError(
-            key,
-            f"{mini} prompts per optimizer step, but a training step has only {prompts} (data.train_batch_size).",
-            f"Set it to {prompts} or a divisor of it.",
-        )
+        reason = f"{mini} prompts per optimizer step, but a training step has only {prompts} (data.train_batch_size)."
+        yield UserError(key, reason, f"Set it to {prompts} or a divisor of it.")
     elif prompts % mini:
-        yield UserError(
-            key,
+        reason = (
             f"{prompts} prompts (data.train_batch_size) ÷ {mini} = {prompts // mini} optimizer steps and "
-            f"{prompts % mini} prompts left over.",
-            f"Choose a divisor of {prompts}, e.g. {_divisor(prompts, mini)}.",
+            f"{prompts % mini} prompts left over."
         )
+        yield UserError(key, reason, f"Choose a divisor of {prompts}, e.g. {_divisor(prompts, mini)}.")
     longest = config.data.max_prompt_length + config.data.max_response_length
     yield from _micro(section, "ppo_micro_batch_size_per_gpu", micro, "use_dynamic_bsz", part.use_dynamic_bsz)
     if part.use_dynamic_bsz and part.ppo_max_token_len_per_gpu < longest:
@@ -78,48 +78,32 @@ def _update(section: str, part: ActorConfig | CriticConfig, config: RunConfig, r
 
 
 def _share(section: str, part: ActorConfig | CriticConfig, config: RunConfig, ranks: int) -> Iterator[UserError]:
-    """Yield a mistake when a mini-batch leaves ranks without a sample, or fixed micro-batches do not come out on each."""
+    """Yield a mistake when a mini-batch leaves ranks without a sample, or fixed micro-batches do not come out on
+    each.
+    """
     mini, micro, n = part.ppo_mini_batch_size, part.ppo_micro_batch_size_per_gpu, config.actor_rollout_ref.rollout.n
     samples, key = mini * n, f"{section}.ppo_mini_batch_size"
     whole = f"a mini-batch of {mini} prompts × {n} samples = {samples} samples"
     if part.use_dynamic_bsz or micro is None:
         if part.use_dynamic_bsz and samples < ranks:
-            options = _other_shares(config, section, mini, ranks, lambda samples, ranks: samples >= ranks)
-            yield UserError(key, f"{whole}, and {ranks} ranks need at least one each.", f"Set {', or '.join(options)}.")
+            remedy = f"Set it to at least {math.ceil(ranks / n)}, or take fewer ranks."
+            yield UserError(key, f"{whole}, and {ranks} ranks need at least one each.", remedy)
     elif samples % ranks:
-        options = _other_shares(config, section, mini, ranks, lambda samples, ranks: samples % (ranks * micro) == 0)
-        yield UserError(
-            key,
-            f"{whole} ÷ {ranks} ranks = {samples // ranks} each and {samples % ranks} left over.",
-            f"Set {', or '.join([*options, f'{ACTOR}.use_dynamic_bsz: true in place of a micro-batch size'])}.",
+        reason = f"{whole} ÷ {ranks} ranks = {samples // ranks} each and {samples % ranks} left over."
+        multiple = math.lcm(ranks * micro, n) // n
+        remedy = (
+            f"Set it to a multiple of {multiple} prompts, take another number of ranks, or set "
+            f"{ACTOR}.use_dynamic_bsz: true in place of a micro-batch size."
         )
+        yield UserError(key, reason, remedy)
     elif (share := samples // ranks) % micro:
         not_split = "does not split" if ranks == 1 else f"÷ {ranks} ranks = {share} each, which do not split"
         yield UserError(
             f"{section}.ppo_micro_batch_size_per_gpu",
-            f"{whole} {not_split} into micro-batches of {micro} ({share} = {share // micro} × {micro} + {share % micro}).",
+            f"{whole} {not_split} into micro-batches of {micro} ({share} = {share // micro} × {micro} + "
+            f"{share % micro}).",
             f"Choose a divisor of {share}, e.g. {_divisor(share, micro)}, or set use_dynamic_bsz: true.",
         )
-
-
-def _other_shares(
-    config: RunConfig, section: str, mini: int, ranks: int, comes_out: Callable[[int, int], bool]
-) -> list[str]:
-    """Return which mini-batches, and which numbers of ranks, come out and are next to those there are."""
-    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    sizes = [size for size in range(1, prompts + 1) if prompts % size == 0 and comes_out(size * n, ranks)]
-    counts = [count for count in range(1, mini * n + 1) if comes_out(mini * n, count)]
-    own_pool = section == "critic" and "critic" in config.trainer.resource_pools
-    ranks_key = "trainer.resource_pools.critic" if own_pool else "trainer.n_gpus_per_node × trainer.nnodes"
-    options = {"it": _nearest(sizes, mini), ranks_key: _nearest(counts, ranks)}
-    return [f"{what} to {values}" for what, values in options.items() if values]
-
-
-def _nearest(values: list[int], wanted: int) -> str:
-    """Return the next smaller and the next larger of `values`, as `2 or 6`."""
-    smaller = [value for value in values if value < wanted][-1:]
-    larger = [value for value in values if value > wanted][:1]
-    return " or ".join(str(value) for value in smaller + larger)
 
 
 def _micro(section: str, size_key: str, size: int | None, dynamic_key: str, dynamic: bool) -> Iterator[UserError]:
@@ -131,11 +115,9 @@ def _micro(section: str, size_key: str, size: int | None, dynamic_key: str, dyna
             "Set one of the two: the size to null, or the switch to false.",
         )
     if not dynamic and size is None:
-        yield UserError(
-            f"{section}.{size_key}",
-            "nothing says how large a micro-batch is.",
-            f"Set {section}.{dynamic_key}: true (by tokens) or {section}.{size_key} to a number of samples.",
-        )
+        reason = "nothing says how large a micro-batch is."
+        remedy = f"Set {section}.{dynamic_key}: true (by tokens) or {section}.{size_key} to a number of samples."
+        yield UserError(f"{section}.{size_key}", reason, remedy)
 
 
 def _too_small(key: str, budget: int, config: RunConfig) -> UserError:

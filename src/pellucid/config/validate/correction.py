@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pellucid.config.schema import AlgorithmConfig, RejectionRuleConfig, RunConfig
-from pellucid.config.schema.actor import SEQUENCE_MEAN_LOSSES
+from pellucid.algo.catalog import loss_entry
+from pellucid.config.schema import RunConfig
+from pellucid.config.schema.algorithm import AlgorithmConfig, RejectionRuleConfig
 from pellucid.errors import UserError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -34,12 +35,11 @@ def _needs(config: RunConfig) -> Iterator[UserError]:
     }
     keys = ", ".join(f"algorithm.{key}" for key, is_set in asked.items() if is_set)
     if keys and not rollout.calculate_log_probs:
-        yield UserError(
-            f"{ROLLOUT}.calculate_log_probs",
+        reason = (
             f"is false, but {keys} {'compare' if ',' in keys else 'compares'} the rollout's log-probabilities with "
-            "those of training.",
-            f"Set {ROLLOUT}.calculate_log_probs: true.",
+            "those of training."
         )
+        yield UserError(f"{ROLLOUT}.calculate_log_probs", reason, f"Set {ROLLOUT}.calculate_log_probs: true.")
     applied = algorithm.rollout_is or algorithm.rollout_rs or algorithm.bypass_mode
     for key, value, is_off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
         if applied and value != is_off:
@@ -54,56 +54,32 @@ def _needs(config: RunConfig) -> Iterator[UserError]:
 def _weights(algorithm: AlgorithmConfig) -> Iterator[UserError]:
     upper, lower = algorithm.rollout_is_threshold, algorithm.rollout_is_threshold_lower
     if algorithm.rollout_is and upper is None:
-        yield UserError(
-            "algorithm.rollout_is",
-            "true applies importance weights, but rollout_is_threshold is null: none are computed.",
-            "Set algorithm.rollout_is_threshold, e.g. 2.0.",
-        )
-    if upper is None:
-        return
-    if lower is not None and algorithm.rollout_is_mode == "truncate":
-        yield UserError(
-            "algorithm.rollout_is_threshold_lower",
-            f"{lower:g} has no effect with rollout_is_mode: truncate, which only caps weights.",
-            "Set algorithm.rollout_is_mode: clip, or remove the key.",
-        )
-    elif lower is not None and lower > upper:
-        yield UserError(
-            "algorithm.rollout_is_threshold_lower",
-            f"the lower bound {lower:g} is above the upper bound {upper:g} (rollout_is_threshold).",
-            "Set lower < 1 < upper, e.g. 0.5 and 2.0.",
-        )
-    elif lower is None and algorithm.rollout_is_mode == "clip" and upper < 1:
-        yield UserError(
-            "algorithm.rollout_is_threshold",
-            f"{upper:g} is below 1, so the lower bound 1 ÷ {upper:g} = {1 / upper:g} is above it.",
-            "Set it above 1, e.g. 2.0.",
-        )
+        reason = "true applies importance weights, but rollout_is_threshold is null: none are computed."
+        yield UserError("algorithm.rollout_is", reason, "Set algorithm.rollout_is_threshold, e.g. 2.0.")
+    if upper is not None:
+        yield from _bounds("algorithm.rollout_is_threshold", "algorithm.rollout_is_threshold_lower", upper, lower)
+
+
+def _bounds(upper_key: str, lower_key: str, upper: float, lower: float | None) -> Iterator[UserError]:
+    """Yield a mistake for bounds of a ratio that leave out 1; without a lower bound it is 1 ÷ upper."""
+    remedy = "Set lower < 1 < upper, e.g. 0.5 and 2.0."
+    if upper < 1:
+        yield UserError(upper_key, f"{upper:g} is below 1, the ratio of two equal policies.", remedy)
+    if lower is not None and lower > 1:
+        yield UserError(lower_key, f"{lower:g} is above 1, the ratio of two equal policies.", remedy)
 
 
 def _rule(key: str, rule: RejectionRuleConfig, shared: float | None) -> Iterator[UserError]:
     upper = rule.upper if rule.upper is not None else shared
     if upper is None:
-        yield UserError(
-            f"{key}.upper",
-            f"nothing bounds {rule.statistic} at level {rule.level}.",
-            "Set upper in the rule, or algorithm.rollout_rs_threshold for all rules.",
-        )
+        reason = f"nothing bounds {rule.statistic} at level {rule.level}."
+        remedy = "Set upper in the rule, or algorithm.rollout_rs_threshold for all rules."
+        yield UserError(f"{key}.upper", reason, remedy)
     if rule.lower is not None and rule.statistic != "k1":
-        yield UserError(
-            f"{key}.lower",
-            f"{rule.lower:g} has no effect: {rule.statistic} is a divergence, 0 at best, and only bounded above.",
-            "Remove it, or set statistic: k1.",
-        )
+        reason = f"{rule.lower:g} has no effect: {rule.statistic} is a divergence, 0 at best, and only bounded above."
+        yield UserError(f"{key}.lower", reason, "Remove it, or set statistic: k1.")
     elif upper is not None and rule.statistic == "k1":
-        lower = rule.lower if rule.lower is not None else 1 / upper
-        if lower > upper:
-            made = "" if rule.lower is not None else f" = 1 ÷ {upper:g}"
-            yield UserError(
-                f"{key}.{'lower' if rule.lower is not None else 'upper'}",
-                f"the lower bound {lower:g}{made} is above the upper bound {upper:g}.",
-                "Set lower < 1 < upper, e.g. 0.5 and 2.0.",
-            )
+        yield from _bounds(f"{key}.upper", f"{key}.lower", upper, rule.lower)
 
 
 def _bypass(config: RunConfig) -> Iterator[UserError]:
@@ -124,18 +100,13 @@ def _bypass(config: RunConfig) -> Iterator[UserError]:
             "Set it to false, or algorithm.bypass_mode: false.",
         )
     if algorithm.loss_type == "reinforce" and loss != "vanilla":
-        yield UserError(
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            f"{loss} is not used: algorithm.loss_type: reinforce takes its place.",
-            "Remove it, or set algorithm.loss_type: ppo_clip.",
-        )
+        reason = f"{loss} is not used: algorithm.loss_type: reinforce takes its place."
+        remedy = "Remove it, or set algorithm.loss_type: ppo_clip."
+        yield UserError("actor_rollout_ref.actor.policy_loss.loss_mode", reason, remedy)
     if algorithm.loss_type == "ppo_clip" and algorithm.rollout_is:
-        yield UserError(
-            "algorithm.rollout_is",
-            "in bypass mode the loss's own ratio is π_θ ÷ π_rollout already; weights would count it twice.",
-            "Set it to false, or algorithm.loss_type: reinforce.",
-        )
-    if algorithm.loss_type == "ppo_clip" and loss in SEQUENCE_MEAN_LOSSES:
+        reason = "in bypass mode the loss's own ratio is π_θ ÷ π_rollout already; weights would count it twice."
+        yield UserError("algorithm.rollout_is", reason, "Set it to false, or algorithm.loss_type: reinforce.")
+    if algorithm.loss_type == "ppo_clip" and loss_entry(loss).sequence_mean:
         for index, rule in enumerate(algorithm.rollout_rs):
             if rule.level == "token":
                 yield UserError(
@@ -147,21 +118,7 @@ def _bypass(config: RunConfig) -> Iterator[UserError]:
 
 
 def unusual(config: RunConfig) -> Iterator[str]:
-    """Yield lines about bounds that are allowed and seldom meant."""
-    algorithm = config.algorithm
-    bounds = [
-        ("algorithm.rollout_is_threshold", algorithm.rollout_is_threshold, algorithm.rollout_is_threshold_lower),
-        *(
-            (f"algorithm.rollout_rs[{index}]", rule.upper or algorithm.rollout_rs_threshold, rule.lower)
-            for index, rule in enumerate(algorithm.rollout_rs)
-            if rule.statistic == "k1"
-        ),
-    ]
-    for key, upper, lower in bounds:
-        if upper is not None and upper <= 1:
-            yield f"{key}: the upper bound {upper:g} is not above 1, the ratio of two equal policies."
-        if lower is not None and lower >= 1:
-            yield f"{key}: the lower bound {lower:g} is not below 1, the ratio of two equal policies."
-    veto = algorithm.rollout_is_veto_threshold
-    if algorithm.rollout_is_threshold is not None and veto is not None and veto >= 0.5:
+    """Yield a line about a veto that is allowed and seldom meant."""
+    veto = config.algorithm.rollout_is_veto_threshold
+    if config.algorithm.rollout_is_threshold is not None and veto is not None and veto >= 0.5:
         yield f"algorithm.rollout_is_veto_threshold: {veto:g} discards sequences for ordinary tokens; 1e-4 is usual."

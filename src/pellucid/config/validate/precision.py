@@ -1,4 +1,5 @@
-"""Rules on the precision debugger: its backend, its stages and msprobe's JSON file, and stages of which nothing is captured.
+"""Rules on the precision debugger: its backend, its stages and msprobe's JSON file, and stages of which nothing is
+captured.
 
 `validate` in the package calls `mistakes` and `unusual`. They act in runs in which a role is captured with the tool.
 """
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 from pellucid.config.schema import RunConfig, msprobe_json
 from pellucid.config.schema.msprobe_json import SECTION
-from pellucid.config.validate.profiling import Role, collecting_roles, roles_of
+from pellucid.config.validate.profiling import Role, collecting_roles, roles_of, why_not_captured
 from pellucid.errors import UserError
 from pellucid.stages import ROLE_OF, Stage, stages_of
 
@@ -29,26 +30,23 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     settings = config.global_profiler.global_tool_config.precision_debugger
     if settings.backend == "msprobe":
         if Stage.ROLLOUT_GENERATE in settings.stages:
-            yield UserError(
-                f"{SECTION}.stages",
-                "rollout_generate is captured by backend native alone; msprobe measures the models that are trained.",
-                f"Take it out of the list, or set {SECTION}.backend: native.",
+            reason = (
+                "rollout_generate is captured by backend native alone; msprobe measures the models that are trained."
             )
+            yield UserError(f"{SECTION}.stages", reason, f"Take it out of the list, or set {SECTION}.backend: native.")
         if settings.gather:
-            yield UserError(
-                f"{SECTION}.gather",
-                "true has no effect with backend msprobe, which measures what each rank holds.",
-                f"Set it to false, or {SECTION}.backend: native.",
-            )
+            reason = "true has no effect with backend msprobe, which measures what each rank holds."
+            yield UserError(f"{SECTION}.gather", reason, f"Set it to false, or {SECTION}.backend: native.")
         if settings.config_path is None:
-            yield UserError(
-                f"{SECTION}.config_path",
-                "must be set with backend: msprobe, which reads its settings from a JSON file.",
-                f'Name one, e.g. with {{"task": "statistics", "level": "L0"}}; or set {SECTION}.backend: native.',
-            )
+            reason = "must be set with backend: msprobe, which reads its settings from a JSON file."
+            remedy = 'Name one, e.g. with {"task": "statistics", "level": "L0"}; or set backend: native.'
+            yield UserError(f"{SECTION}.config_path", reason, remedy)
     if settings.gather and settings.backend == "native":
         yield from _gather_mistakes(config)
-    if settings.config_path is not None:
+    if settings.config_path is not None and settings.backend == "native":
+        reason = f"{settings.config_path} has no effect with backend: native, which reads no file."
+        yield UserError(f"{SECTION}.config_path", reason, f"Set {SECTION}.backend: msprobe, or remove the key.")
+    elif settings.config_path is not None:
         try:
             content = msprobe_json.read_json(settings.config_path)
         except UserError as error:
@@ -65,52 +63,29 @@ def _gather_mistakes(config: RunConfig) -> Iterator[UserError]:
         yield UserError(field, "true has no effect in one process, which holds whole parameters.", "Set it to false.")
         return
     if config.actor_rollout_ref.actor.strategy != "fsdp2":
-        yield UserError(
-            field, "fsdp keeps parameters as slices of one flat shard, which cannot be gathered one by one.", "Set strategy: fsdp2."
-        )
+        reason = "fsdp keeps parameters as slices of one flat shard, which cannot be gathered one by one."
+        yield UserError(field, reason, "Set strategy: fsdp2.")
     for role in _users(config):
         if not (role.block.all_ranks or set(role.block.ranks) >= set(range(num_ranks))):
-            yield UserError(
-                field,
-                f"gathers from all {num_ranks} ranks, and {role.key} captures {role.block.ranks} alone: the others would be waited for.",
-                f"Set {role.key}.all_ranks: true.",
+            reason = (
+                f"gathers from all {num_ranks} ranks, which would wait: {role.key} captures {role.block.ranks} alone."
             )
+            yield UserError(field, reason, f"Set {role.key}.all_ranks: true.")
 
 
 def unusual(config: RunConfig) -> Iterator[str]:
     """Yield a line for each stage and role of which nothing is captured."""
-    users = _users(config)
-    if not config.global_profiler.steps or not users:
+    if not config.global_profiler.steps:
         return
-    settings = config.global_profiler.global_tool_config.precision_debugger
-    reasons = {stage: why for stage in settings.stages if (why := _absence(config, Stage(stage))) is not None}
-    captured = [
-        stage
-        for role in users
-        for stage in stages_of(role.name)
-        if settings.covers(stage) and _absence(config, stage) is None
-    ]
-    if not captured:
-        why = "; ".join(f"{stage} {why}" for stage, why in reasons.items())
-        why = why or f"backend {settings.backend} and stages leave nothing of {', '.join(role.name for role in users)}"
-        yield f"PROFILING COLLECTS NOTHING: {SECTION}: {why}."
-        return
-    for stage, why in reasons.items():
-        yield f"{SECTION}.stages: {stage} {why}."
+    settings, users = config.global_profiler.global_tool_config.precision_debugger, _users(config)
+    for stage in settings.stages if users else ():
+        if (why := _absence(config, Stage(stage))) is not None:
+            yield f"{SECTION}.stages: {stage} {why}."
     for role in users:
-        if role.copies >= {"enable"} or any(settings.covers(stage) for stage in stages_of(role.name)):
-            continue
-        if role.name == "rollout" and settings.backend == "msprobe":
-            why = "backend msprobe measures the models that are trained"
-        else:
-            why = f"{SECTION}.stages has none of {', '.join(stages_of(role.name))}"
-        yield f"PROFILING COLLECTS NOTHING of {role.key}: {why}."
-    for role in users:
-        if "schedule" not in role.copies:
-            left_out = [stage for stage in role.block.schedule.stages if not settings.covers(stage)]
-            yield from (
-                f"{role.key}.schedule.stages: {stage} is not captured: {SECTION} leaves it out." for stage in left_out
-            )
+        captured = [stage for stage in stages_of(role.name) if settings.covers(stage)]
+        if not captured and "enable" not in role.copies:
+            left_out = f"backend {settings.backend} and stages leave out {', '.join(stages_of(role.name))}"
+            yield f"PROFILING COLLECTS NOTHING of {role.key}: {left_out}."
 
 
 def _users(config: RunConfig) -> list[Role]:
@@ -119,16 +94,9 @@ def _users(config: RunConfig) -> list[Role]:
 
 
 def _absence(config: RunConfig, stage: Stage) -> str | None:
-    """Return why nothing is captured of a stage that is asked for; None when something is."""
+    """Return why the tool captures nothing of a stage that is asked for; None when it captures something."""
     owner = next(role for role in roles_of(config) if role.name == ROLE_OF[stage])
-    if owner.missing is not None:
-        return f"does not come: {owner.missing}"
-    if stage == Stage.ACTOR_COMPUTE_LOG_PROB and config.algorithm.bypass_mode:
-        return "does not come with algorithm.bypass_mode: true"
-    if stage == Stage.ACTOR_COMPUTE_LOG_PROB and not config.needs_old_log_probs:
-        return "does not come: with one mini-batch and one epoch the update's own forward pass gives the old log-probs"
-    if not owner.block.collects:
-        return f"is not captured: {owner.key} does not ask for it (enable, ranks)"
-    if owner.block.tool != _TOOL:
+    why = why_not_captured(config, stage)
+    if why is None and owner.block.tool != _TOOL:
         return f"is not captured: {owner.key}.tool is {owner.block.tool}"
-    return None
+    return why

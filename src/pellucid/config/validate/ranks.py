@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pellucid.config.schema import FsdpConfig, RefFsdpConfig, RunConfig
+from pellucid.config.schema import RunConfig
+from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
+from pellucid.config.validate.effects import Changed
 from pellucid.errors import UserError, did_you_mean
 
 _POOL_ROLES = ("ref", "critic", "reward_model")
@@ -22,12 +24,11 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     trainer, ranks = config.trainer, config.num_ranks
     if trainer.placement == "local" and ranks > 1:
         key = "n_gpus_per_node" if trainer.n_gpus_per_node > 1 else "nnodes"
-        yield UserError(
-            f"trainer.{key}",
+        reason = (
             f"{trainer.n_gpus_per_node} (n_gpus_per_node) × {trainer.nnodes} (nnodes) = {ranks} ranks, but placement: "
-            "local keeps all in one process.",
-            "Set trainer.placement: ray, or both to 1.",
+            "local keeps all in one process."
         )
+        yield UserError(f"trainer.{key}", reason, "Set trainer.placement: ray, or both to 1.")
         return
     yield from _copies(config)
     if trainer.placement == "ray":
@@ -64,11 +65,9 @@ def _copies(config: RunConfig) -> Iterator[UserError]:
         else:
             why = f"a copy cannot have {'none' if size == 0 else 'more than there are'}"
         divisors = ", ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
-        yield UserError(
-            f"{section}.fsdp_config.fsdp_size",
-            f"copies of the model over {size} ranks each do not come out with {ranks} in all ({where}): {why}.",
-            f"Set it to a divisor of {ranks} ({divisors}), or to -1 for one copy over all of them.",
-        )
+        reason = f"copies of the model over {size} ranks each do not come out with {ranks} in all ({where}): {why}."
+        remedy = f"Set it to a divisor of {ranks} ({divisors}), or to -1 for one copy over all of them."
+        yield UserError(f"{section}.fsdp_config.fsdp_size", reason, remedy)
 
 
 def _cluster(config: RunConfig) -> Iterator[UserError]:
@@ -81,11 +80,9 @@ def _cluster(config: RunConfig) -> Iterator[UserError]:
             "Set it to host:port of its head, e.g. 10.0.0.1:6379, to auto, or to null for a cluster on this machine.",
         )
     if address is None and trainer.nnodes > 1:
-        yield UserError(
-            "trainer.nnodes",
-            f"{trainer.nnodes} machines, but trainer.ray_address: null starts a cluster on this machine alone.",
-            "Start Ray on each machine and set trainer.ray_address, e.g. to auto; or set nnodes to 1.",
-        )
+        reason = f"{trainer.nnodes} machines, but trainer.ray_address: null starts a cluster on this machine alone."
+        remedy = "Start Ray on each machine and set trainer.ray_address, e.g. to auto; or set nnodes to 1."
+        yield UserError("trainer.nnodes", reason, remedy)
 
 
 def _pools(config: RunConfig) -> Iterator[UserError]:
@@ -102,21 +99,22 @@ def _pools(config: RunConfig) -> Iterator[UserError]:
 
 def _no_own_ranks(config: RunConfig, role: str) -> tuple[str, str] | None:
     """Return why a role cannot have ranks of its own, and what to do about it."""
-    absent = "is for a role that the run does not have"
-    if role == "critic" and not config.has_critic:
-        reason = f"{absent}: adv_estimator: {config.algorithm.adv_estimator} has no critic."
-        return reason, "Set algorithm.adv_estimator: gae, or remove it."
-    if role == "reward_model" and not config.reward_model.enable:
-        return f"{absent}: reward_model.enable is false.", "Set that to true, or remove it."
-    if role != "ref" or (config.has_own_reference and not config.has_exact_kl):
-        return None
-    if not config.needs_reference:
-        reason = f"{absent}: no KL term needs a reference model."
-        return reason, "Set actor_rollout_ref.actor.use_kl_loss: true, or remove it."
-    if not config.has_own_reference:
-        return "under LoRA the reference is the actor's own base, on the actor's ranks.", "Remove it."
-    reason = "the exact KL (full) runs the reference on the actor's micro-batches, so on the actor's ranks."
-    return reason, "Remove it, or take an estimate such as low_var_kl."
+    remedy, absent = "Remove it.", ""
+    match role:
+        case "critic" if not config.has_critic:
+            absent = f"adv_estimator: {config.algorithm.adv_estimator} has no critic."
+            remedy = "Set algorithm.adv_estimator: gae, or remove it."
+        case "reward_model" if not config.reward_model.enable:
+            absent, remedy = "reward_model.enable is false.", "Set that to true, or remove it."
+        case "ref" if not config.needs_reference:
+            absent = "no KL term needs a reference model."
+            remedy = "Set actor_rollout_ref.actor.use_kl_loss: true, or remove it."
+        case "ref" if not config.has_own_reference:
+            return "under LoRA the reference is the actor's own base, on the actor's ranks.", remedy
+        case "ref" if config.has_exact_kl:
+            reason = "the exact KL (full) runs the reference on the actor's micro-batches, so on the actor's ranks."
+            return reason, "Remove it, or take an estimate such as low_var_kl."
+    return (f"is for a role that the run does not have: {absent}", remedy) if absent else None
 
 
 def _laboratory(config: RunConfig) -> Iterator[UserError]:
@@ -125,30 +123,27 @@ def _laboratory(config: RunConfig) -> Iterator[UserError]:
         if value:
             yield UserError(
                 f"actor_rollout_ref.rollout.simulate_mismatch.{key}",
-                f"{value} is simulated only where one process samples from the trained weights themselves; placement: ray and "
+                f"{value} is simulated only where one process samples from the trained weights themselves; "
+                "placement: ray and "
                 "param_offload sample from a copy.",
-                "Set trainer.placement: local and actor_rollout_ref.actor.fsdp_config.param_offload: false, or remove the key.",
+                "Set trainer.placement: local and actor_rollout_ref.actor.fsdp_config.param_offload: "
+                "false, or remove the key.",
             )
 
 
-def unusual(config: RunConfig) -> list[str]:
-    """Return lines about settings that are allowed but change little or nothing."""
+def unusual(config: RunConfig, changed: dict[str, Changed]) -> Iterator[str]:
+    """Yield a line for each setting that is allowed but changes nothing here.
+
+    Args:
+        config: the whole config.
+        changed: what `effects.changed_keys` found.
+    """
     trainer = config.trainer
-    lines = []
-    offloads = [
-        f"{section}.fsdp_config.{key}"
-        for section, (fsdp, _) in _spread_models(config).items()
-        for key, is_on in (
-            ("param_offload", fsdp.param_offload),
-            ("optimizer_offload", isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload),
-        )
-        if is_on
-    ]
+    offloads = [key for key, change in changed.items() if key.endswith("_offload") and change.value]
     if offloads and trainer.device == "cpu":
-        lines.append(f"On a CPU there is nothing to offload to, so these change nothing: {', '.join(offloads)}")
+        yield f"On a CPU there is nothing to offload to, so these change nothing: {', '.join(offloads)}"
     if trainer.max_restarts and trainer.save_freq < 1:
-        lines.append(
-            f"trainer.max_restarts: {trainer.max_restarts}, but save_freq: {trainer.save_freq} keeps no checkpoint on the "
-            "way: a restart begins where the run began."
+        yield (
+            f"trainer.max_restarts: {trainer.max_restarts}, but save_freq: {trainer.save_freq} keeps no checkpoint on "
+            "the way: a restart begins where the run began."
         )
-    return lines

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pellucid.algo.catalog import estimator_entry
 from pellucid.config.schema import RunConfig
-from pellucid.config.schema.algorithm import GROUP_ESTIMATORS
 from pellucid.errors import UserError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -20,17 +20,12 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     yield from _groups(config)
     for section, sampling in ((ROLLOUT, rollout), (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs)):
         if not sampling.do_sample and sampling.n > 1:
-            yield UserError(
-                f"{section}.n",
-                f"{sampling.n} samples with do_sample: false are {sampling.n} times the same text.",
-                f"Set {section}.do_sample: true, or n: 1.",
-            )
+            reason = f"{sampling.n} samples with do_sample: false are {sampling.n} times the same text."
+            yield UserError(f"{section}.n", reason, f"Set {section}.do_sample: true, or n: 1.")
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
-        yield UserError(
-            f"{ROLLOUT}.val_kwargs.temperature",
-            "0 divides the logits by zero while do_sample is true.",
-            f"Set it above 0, or {ROLLOUT}.val_kwargs.do_sample: false for greedy decoding.",
-        )
+        reason = "0 divides the logits by zero while do_sample is true."
+        remedy = f"Set it above 0, or {ROLLOUT}.val_kwargs.do_sample: false for greedy decoding."
+        yield UserError(f"{ROLLOUT}.val_kwargs.temperature", reason, remedy)
     if rollout.temperature == 0:
         yield UserError(
             f"{ROLLOUT}.temperature",
@@ -51,11 +46,8 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     ):
         if ours != theirs:
             name = data_key.removeprefix("max_")
-            yield UserError(
-                f"{ROLLOUT}.{name}",
-                f"is {ours} while data.{data_key} is {theirs}.",
-                f"Remove it; it follows data.{data_key}.",
-            )
+            reason = f"is {ours} while data.{data_key} is {theirs}."
+            yield UserError(f"{ROLLOUT}.{name}", reason, f"Remove it; it follows data.{data_key}.")
 
 
 def _groups(config: RunConfig) -> Iterator[UserError]:
@@ -63,15 +55,17 @@ def _groups(config: RunConfig) -> Iterator[UserError]:
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     if config.trainer.val_only:
         return
-    if algorithm.adv_estimator == "remax" and not rollout.do_sample:
+    needs = estimator_entry(algorithm.adv_estimator).needs
+    if "greedy_scores" in needs and not rollout.do_sample:
         yield UserError(
             f"{ROLLOUT}.do_sample",
-            "remax compares each sample with the greedy response, and here both are the same: every advantage is 0.",
+            f"{algorithm.adv_estimator} compares each sample with the greedy response, and here both are "
+            "the same: every advantage is 0.",
             "Set it to true.",
         )
     if rollout.n > 1:
         return
-    if algorithm.adv_estimator in GROUP_ESTIMATORS:
+    if "groups" in needs:
         outcome = "" if algorithm.adv_estimator == "rloo" else ": every advantage is 0"
         yield UserError(
             f"{ROLLOUT}.n",
@@ -81,8 +75,5 @@ def _groups(config: RunConfig) -> Iterator[UserError]:
             "algorithm.adv_estimator: reinforce_plus_plus.",
         )
     elif algorithm.filter_groups.enable:
-        yield UserError(
-            f"{ROLLOUT}.n",
-            "algorithm.filter_groups drops groups without a spread, and a group of 1 never has one.",
-            "Set it to 2 or more, or algorithm.filter_groups.enable: false.",
-        )
+        reason = "algorithm.filter_groups drops groups without a spread, and a group of 1 never has one."
+        yield UserError(f"{ROLLOUT}.n", reason, "Set it to 2 or more, or algorithm.filter_groups.enable: false.")

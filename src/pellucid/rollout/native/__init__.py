@@ -1,6 +1,6 @@
 """The native rollout engine: continuous batching on the actor's own weights, in process."""
 
 from pellucid.rollout.native.engine import NativeRolloutEngine
-from pellucid.rollout.native.mismatch import MismatchedEngine, MismatchSettings
+from pellucid.rollout.native.laboratory import MismatchedPolicy
 
-__all__ = ["MismatchSettings", "MismatchedEngine", "NativeRolloutEngine"]
+__all__ = ["MismatchedPolicy", "NativeRolloutEngine"]

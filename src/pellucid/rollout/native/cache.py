@@ -1,16 +1,35 @@
 """Key/value cache of the native engine, and attention against it.
 
 A group's prompt is stored once (`prefix`) and read by all its samples; each sample stores only its own tokens (`own`).
-Active groups and active rows are always the first ones: what finishes is replaced by the last, so no row is computed in vain.
+Active groups and active rows are always the first ones: what finishes is replaced by the last, so no row is computed
+in vain. What a trajectory that comes back for another turn has stored is copied out, and becomes a prefix of its own.
 
 Shapes: S layers, G prefix slots, R rows, B active rows, K key heads, H query heads, D head size, C capacity in tokens.
 """
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 
 from pellucid.training.common.attention import PackedAttention, SegmentBucket
 
 GROWTH_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """What the cache held of one sequence, copied out of it."""
+
+    key: torch.Tensor
+    """[S, K, L, D]"""
+    value: torch.Tensor
+    """[S, K, L, D]"""
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens."""
+        return self.key.shape[2]
 
 
 class KVCache:
@@ -46,6 +65,28 @@ class KVCache:
         self.own_key, self.own_value = (_grow(tensor, rows, GROWTH_TOKENS) for tensor in (self.own_key, self.own_value))
         self.own_length = torch.cat([self.own_length, torch.zeros(len(groups), dtype=torch.int64, device=self.device)])
         self.row_group = torch.cat([self.row_group, torch.tensor(groups, device=self.device)])
+
+    def copy_out(self, row: int) -> StoredTokens:
+        """Return a copy of all that is stored of an active row: its group's prompt and its own tokens."""
+        group, own = int(self.row_group[row]), int(self.own_length[row])
+        prefix = int(self.prefix_length[group])
+        key, value = (
+            torch.cat([shared[:, group, :, :prefix], rows[:, row, :, :own]], dim=2)
+            for shared, rows in ((self.prefix_key, self.own_key), (self.prefix_value, self.own_value))
+        )
+        return StoredTokens(key, value)
+
+    def copy_in(self, slot: int, stored: StoredTokens) -> None:
+        """Put what `copy_out` returned at the beginning of a prefix slot."""
+        self.prefix_key[:, slot, :, : stored.length] = stored.key
+        self.prefix_value[:, slot, :, : stored.length] = stored.value
+
+    @property
+    def share_in_use(self) -> float:
+        """Return the share of the allocated tokens that hold one."""
+        capacity = sum(tensor.shape[1] * tensor.shape[3] for tensor in (self.prefix_key, self.own_key))
+        used = int(self.prefix_length.sum()) + int(self.own_length.sum())
+        return used / capacity if capacity else 0.0
 
     def reserve_token(self) -> None:
         """Make room for one more token in every active row."""
@@ -116,10 +157,61 @@ class PrefillAttention(PackedAttention):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """See `AttentionLayout`."""
+        """Store key and value [1, K, N, D], return the output [1, N, H, D]."""
         for stored, new in ((self._cache.prefix_key, key), (self._cache.prefix_value, value)):
             stored[layer][self._slot_N, :, self._position_N] = new[0].transpose(0, 1).to(stored.dtype)
         return super().attend(layer, query, key, value, scale=scale, window=window)
+
+
+class ExtendAttention:
+    """Causal attention of packed new tokens that follow those stored in prefix slots; it stores theirs, too."""
+
+    def __init__(self, cache: KVCache, slots: list[int], stored: list[int], lengths: list[int]) -> None:
+        """Prepare for `lengths` new tokens behind `stored` ones in each of `slots`, which have room for both."""
+        device, width = cache.device, max(lengths)
+        starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        self._cache, self._slots = cache, torch.tensor(slots, device=device)
+        self._slot_N = torch.tensor(
+            [slot for slot, length in zip(slots, lengths) for _ in range(length)], device=device
+        )
+        self._position_N = torch.tensor(
+            [first + step for first, length in zip(stored, lengths) for step in range(length)], device=device
+        )
+        self._query_index_RM = torch.tensor(
+            [[*range(start, start + length), *[0] * (width - length)] for start, length in zip(starts, lengths)],
+            device=device,
+        )
+        """Where each slot's new tokens lie in the pack; padding repeats the first token and is never read back."""
+        self._output_row_N = torch.tensor(
+            [row * width + step for row, length in enumerate(lengths) for step in range(length)], device=device
+        )
+        self._newest_RM = torch.tensor(stored, device=device)[:, None] + torch.arange(width, device=device)
+        self._width = max(first + length for first, length in zip(stored, lengths))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Store key and value [1, K, N, D], return the output [1, N, H, D]."""
+        seen = []
+        for stored, new in ((self._cache.prefix_key, key), (self._cache.prefix_value, value)):
+            stored[layer][self._slot_N, :, self._position_N] = new[0].transpose(0, 1).to(stored.dtype)
+            seen.append(stored[layer][self._slots, :, : self._width].to(query.dtype))
+        positions = torch.arange(self._width, device=self._cache.device)
+        mask = positions <= self._newest_RM[..., None]
+        if window is not None:
+            mask &= self._newest_RM[..., None] - positions < window
+        query_RHMD = query[0].transpose(0, 1)[self._query_index_RM].transpose(1, 2)
+        output = F.scaled_dot_product_attention(
+            query_RHMD, *seen, attn_mask=mask[:, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return output.transpose(1, 2).flatten(0, 1)[self._output_row_N][None]
 
 
 class DecodeAttention:
@@ -157,7 +249,7 @@ class DecodeAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Store key and value [1, K, B, D], return the output [1, B, H, D]; see `AttentionLayout`."""
+        """Store key and value [1, K, B, D], return the output [1, B, H, D]."""
         cache, cells = self._cache, self._grid_width
         num_rows, num_groups = len(self._rows), len(cache.prefix_length)
         num_heads, num_key_heads, size = query.shape[1], key.shape[1], query.shape[3]

@@ -1,52 +1,48 @@
-"""The policy that the native engine samples from: the actor's engine itself, or a whole copy of weights spread over ranks.
+"""A whole copy of weights that are spread over ranks, which each rank's native engine samples from.
 
-Decoding cannot run on shards: ranks sample different prompts at different speeds, and a gather needs all of them at once.
+Decoding cannot run on shards: ranks sample different prompts at different speeds, and a gather needs all of them at
+once.
 """
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
+from pellucid.rollout.requests import WeightUpdate
+from pellucid.rollout.transports import load_buckets
+from pellucid.training.common.models import model_tensors
 from pellucid.training.fsdp import FsdpEngine
 
-if TYPE_CHECKING:
-    from pellucid.training.sharding import Sharding
-
-
-class SampledPolicy(Protocol):
-    """What the native engine needs of a policy; `FsdpEngine` in one process is one."""
-
-    model: PreTrainedModel
-    device: torch.device
-    dtype: torch.dtype
-    version: int
-    sharding: "Sharding | None"
-    """Where the weights are spread over ranks: those which sample together."""
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which the model computes."""
-        ...
+BUCKET_BYTES = 1 << 28
 
 
 class GatheredPolicy:
-    """A whole copy of a sharded policy on each rank, as of the last `sync`."""
+    """A whole copy of a sharded policy on each rank, as of the last update."""
 
-    def __init__(self, engine: FsdpEngine, model: PreTrainedModel) -> None:
-        """Take over `model`, a plain copy of the weights that `engine` holds sharded at this moment."""
-        self._engine, self.model, self.device, self.dtype = engine, model.requires_grad_(False), engine.device, engine.dtype
-        self.version, self.sharding = engine.version, engine.sharding
+    def __init__(
+        self, engine: FsdpEngine, model: PreTrainedModel, verify: Literal["first", "always", "off"] = "first"
+    ) -> None:
+        """Take over `model`, a plain copy of the weights that `engine` holds sharded at this moment.
 
-    def sync(self) -> None:
-        """Gather the current weights from all ranks into the copy. Collective: every rank calls it."""
-        from pellucid.training.checkpoint import gather_into
+        `verify` says which updates have their digests recomputed over the copy.
+        """
+        self._engine, self.model, self._verify = engine, model.requires_grad_(False), verify
+        self.device, self.dtype, self.version = engine.device, engine.dtype, engine.version
+        self._num_updates = 0
 
-        assert self.sharding is not None
-        gather_into(self.sharding, self.model)
-        self.version = self._engine.version
+    def take_weights(self, update: WeightUpdate) -> None:
+        """Gather the current weights from all ranks into the copy. Collective: every rank calls it.
+
+        Raises:
+            WeightsDifferError: a tensor of the copy is not what was gathered.
+        """
+        verify = self._verify == "always" or (self._verify == "first" and self._num_updates == 0)
+        buckets = update.buckets or self._engine.weights(BUCKET_BYTES, digests=verify)
+        load_buckets(buckets, model_tensors(self.model), verify=verify)
+        self.version = update.version
+        self._num_updates += 1
 
     def autocast(self) -> AbstractContextManager[object]:
-        """See `SampledPolicy.autocast`."""
-        assert self.version == self._engine.version, "sampling from weights of another version"
+        """Return the context in which the model computes."""
         return self._engine.autocast()

@@ -1,12 +1,9 @@
-"""Weights of linear layers repacked for small batches on CPU, for the time of one rollout.
+"""Weights of linear layers repacked for small batches on CPU, for the time in which the native engine decodes.
 
-Decoding multiplies a few dozen rows with every weight matrix. On CPU the plain layout reaches a fraction of what oneDNN's
-blocked layout does at that size, so during `generate` each `nn.Linear` computes with a blocked copy of its weight; one with a
-LoRA adapter with a copy of the merged weight, so that an adapter costs decoding nothing.
+Decoding multiplies a few dozen rows with every weight matrix. On CPU the plain layout reaches a fraction of what
+oneDNN's blocked layout does at that size, so while it decodes each `nn.Linear` computes with a blocked copy of its
+weight; one with a LoRA adapter with a copy of the merged weight, so that an adapter costs decoding nothing.
 """
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -18,29 +15,32 @@ def packing_pays(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-@contextmanager
-def packed_linears(model: torch.nn.Module, num_rows: int) -> Iterator[None]:
-    """Let every linear layer of `model` compute with a blocked copy of its weight inside the block.
+class PackedLinears:
+    """A context, entered as often as wanted, in which every linear layer computes with a blocked copy of its weight.
 
-    The copies are made on entry and dropped on exit: they cost one pass over the weights (a fraction of one decoding
-    step's arithmetic), take no memory while training, and cannot be of an older policy.
-
-    Args:
-        model: the policy.
-        num_rows: the usual batch, for which the layout is chosen.
+    Making the copies costs one pass over the weights, a fraction of one decoding step's arithmetic. They are the
+    weights of the moment in which this object is made: whoever changes the weights makes another one.
     """
-    adapted = lora_layers(model)
-    inside = {id(module) for layer in adapted for module in layer.modules()}
-    plain = [module for module in model.modules() if type(module) is torch.nn.Linear and id(module) not in inside]
-    weights = [(layer, merged_weight) for layer in adapted] + [(layer, _own_weight) for layer in plain]
-    try:
-        for layer, weight in weights:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight(layer).detach(), num_rows)
-            layer.forward = _Forward(packed, layer.bias)
-        yield
-    finally:
-        for layer, _ in weights:
-            vars(layer).pop("forward", None)
+
+    def __init__(self, model: torch.nn.Module, num_rows: int) -> None:
+        """Copy the weights of `model` in the layout for `num_rows`, the usual batch."""
+        adapted = lora_layers(model)
+        inside = {id(module) for layer in adapted for module in layer.modules()}
+        plain = [module for module in model.modules() if type(module) is torch.nn.Linear and id(module) not in inside]
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        self._forwards = [
+            (vars(layer), _Forward(reorder(weight(layer).detach(), num_rows), layer.bias))
+            for layers, weight in ((adapted, merged_weight), (plain, _own_weight))
+            for layer in layers
+        ]
+
+    def __enter__(self) -> None:
+        for attributes, forward in self._forwards:
+            attributes["forward"] = forward
+
+    def __exit__(self, *_: object) -> None:
+        for attributes, _forward in self._forwards:
+            attributes.pop("forward", None)
 
 
 def _own_weight(linear: torch.nn.Linear) -> torch.Tensor:

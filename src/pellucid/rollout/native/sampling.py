@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from pellucid.rollout.protocol import SamplingParams
-from pellucid.training.protocol import NonFiniteError
+from pellucid.errors import NonFiniteError
+from pellucid.rollout.requests import SamplingParams
 
 
 def draw_tokens(

@@ -1,7 +1,8 @@
 """One attention function for every model: the layout handed to the forward pass decides what attends to what.
 
-Hugging Face models look attention up by name; ours forwards to `layout.attend`. Training packs sequences (`packing.py`),
-the native rollout engine prefills and decodes against its cache (`rollout/native/cache.py`); no model code is patched.
+Hugging Face models look attention up by name; ours forwards to `layout.attend`. Training packs sequences
+(`packing.py`), the native rollout engine prefills and decodes against its cache (`rollout/native/cache.py`); no model
+code is patched.
 """
 
 from dataclasses import dataclass
@@ -48,20 +49,18 @@ def _attend(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     if layout is None:
-        raise _unsupported(module, "does not hand its keyword arguments on to attention")
+        raise unsupported(module, "does not hand its keyword arguments on to attention")
     if softcap is not None or s_aux is not None:
-        raise _unsupported(module, "uses soft-capped or sink attention, which the packed attention does not compute")
+        raise unsupported(module, "uses soft-capped or sink attention, which the packed attention does not compute")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     return layout.attend(layer, query, key, value, scale=scale, window=sliding_window), None
 
 
-def _unsupported(module: torch.nn.Module, why: str) -> UserError:
-    return UserError(
-        "actor_rollout_ref.model.path",
-        f"{type(module).__name__} {why}.",
-        "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
-    )
+def unsupported(module: torch.nn.Module, why: str, field: str = "actor_rollout_ref.model.path") -> UserError:
+    """Return the error for an architecture that the packed path cannot run; `field` is the config key that names it."""
+    remedy = "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …)."
+    return UserError(field, f"{type(module).__name__} {why}.", remedy)
 
 
 def register_attention() -> None:
@@ -128,17 +127,14 @@ class PackedAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Return [1, N, H, D]; see `AttentionLayout`."""
+        """Return the output [1, N, H, D] of each token over its own sequence and the prompt it shares."""
         query_NHD, key_NKD, value_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if window not in self._masks:
             self._masks[window] = [bucket.mask(window) for bucket in self.buckets]
         outputs = []
         for bucket, mask in zip(self.buckets, self._masks[window]):
-            q, k, v = (
-                _gather(query_NHD, bucket.query_index),
-                _gather(key_NKD, bucket.key_index),
-                _gather(value_NKD, bucket.key_index),
-            )
+            q = _gather(query_NHD, bucket.query_index)
+            k, v = (_gather(tokens, bucket.key_index) for tokens in (key_NKD, value_NKD))
             output = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
@@ -165,26 +161,19 @@ class PaddedAttention:
             positions = torch.arange(query.shape[2], device=query.device)
             distance = positions[:, None] - positions
             mask = (distance >= 0) & (distance < window)
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, **options)
         return output.transpose(1, 2)
 
 
 def _gather(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[N, H, D] tokens at [R, L] positions → [R, H, L, D]."""
+    """Return the [N, H, D] tokens at [R, L] positions as [R, H, L, D]."""
     return _take_rows(tokens, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2)
 
 
 def _take_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[N, H, D] tokens at [M] positions → [M, H, D].
+    """Return the [N, H, D] tokens at [M] positions as [M, H, D].
 
-    An embedding look-up rather than an index: its backward sums the rows in parallel and in a fixed order.
+    It is an embedding look-up rather than an index: its backward sums the rows in parallel and in a fixed order.
     """
     return F.embedding(index, tokens.flatten(1)).unflatten(1, tokens.shape[1:])

@@ -1,6 +1,7 @@
-"""Which rank runs which sequences: groups stay whole where that costs no time, and every rank gets about as many tokens.
+"""Decides which rank runs which sequences: all get about as many tokens, and groups stay whole where that is free.
 
-The engine asks with a whole mini-batch. Each rank computes the same split from lengths and groups alone, so that nothing is sent.
+The engine asks with a whole mini-batch. Each rank computes the same split from lengths and groups alone, so that
+nothing is sent.
 """
 
 import bisect
@@ -41,11 +42,11 @@ def split_over_ranks(
 ) -> list[list[int]]:
     """Return the rows that each rank runs, a group's side by side.
 
-    Whole groups are dealt costliest first, each to the rank with the fewest tokens (Graham's LPT rule). Then the longest rank
-    and another, the shortest first, pool their groups and share them anew by the best subset sum, as long as that shortens
-    the longest. Only while that is still more than 2% over an even share are groups divided too, one at a time.
-    On GSM8K-like groups of 8, four a rank, this ends 0.3% over the mean with all groups whole, where the largest differencing
-    method of Karmarkar and Karp ends at 3.7%; halving every group repeats so many prompts that it adds more than it evens out.
+    Whole groups are dealt costliest first, each to the rank with the fewest tokens (Graham's LPT rule). Then the
+    longest rank and another, the shortest first, pool their groups and share them anew by the best subset sum, as long
+    as that shortens the longest. Only while it is still more than 2% over an even share are groups divided too, one at
+    a time. On GSM8K-like groups of 8, four a rank, this ends 0.3% over the mean with all groups whole; the largest
+    differencing method of Karmarkar and Karp ends at 3.7%.
 
     A sequence costs the tokens that it feeds to the model, a group's prompt once on each rank that has some of it. The
     quadratic part of attention is left out, and the prompts repeated where a rank's micro-batches divide a group.
@@ -57,7 +58,7 @@ def split_over_ranks(
         balance: False gives each rank as many sequences in batch order.
 
     Returns:
-        Row indices of each rank; every row appears once. A rank has none only when there are fewer sequences than ranks.
+        Row indices of each rank; every row appears once. A rank has none only where sequences are fewer than ranks.
     """
     lengths = _Lengths(sequences, share_prompts)
     shares = _balanced(lengths, num_ranks) if balance else _in_batch_order(len(sequences), num_ranks)
@@ -96,7 +97,7 @@ class _Lengths:
         rows_of: dict[int, list[int]] = {}
         for row in rows:
             rows_of.setdefault(self.group[row], []).append(row)
-        return [(self.prompt[members[0]] + sum([self.response[row] for row in members]), members) for members in rows_of.values()]
+        return [(self.tokens(members), members) for members in rows_of.values()]
 
     def single(self, rows: list[int]) -> list[Unit]:
         """Return each of `rows` without its prompt."""
@@ -116,11 +117,12 @@ def _balanced(lengths: _Lengths, num_ranks: int) -> list[list[int]]:
     whole = _levelled(dealt, lengths, target, min_gain, may_divide=False)
     divided = _levelled(whole, lengths, target, min_gain, may_divide=True)
     in_order = _in_batch_order(len(lengths.group), num_ranks)
-    return min(whole, divided, in_order, key=lambda shares: max(lengths.longest(shares), target))  # the first, if equal
+    # The first of them, if equal.
+    return min(whole, divided, in_order, key=lambda shares: max(lengths.longest(shares), target))
 
 
 def _at_least(number: int, groups: list[Unit], lengths: _Lengths) -> list[Unit]:
-    """Return the groups, costliest first, the costliest divided until there is one for every rank or none left to divide."""
+    """Return the groups, costliest first; the costliest are divided until each rank can have one, if possible."""
     heap = [(-tokens, rows) for tokens, rows in groups]
     heapq.heapify(heap)
     single = []
@@ -169,7 +171,7 @@ def _levelled(
 
 
 def _shared_anew(rows: list[int], lengths: _Lengths, target: float, *, may_divide: bool) -> list[list[int]]:
-    """Return the rows of two ranks in two halves: of whole groups, or where those miss the target with one group divided."""
+    """Return the rows of two ranks in two halves, with one group divided where whole groups miss the target."""
     groups = lengths.groups(rows)
     longer, best = _halves(groups)
     if not may_divide or longer <= target:

@@ -20,7 +20,7 @@ class ReferenceModel(Protocol):
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        """See `TrainingEngine.modules`."""
+        """The model, or each chunk of one that is cut into several."""
         ...
 
     def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
@@ -39,21 +39,23 @@ class LogProbHead:
     temperature: float
     """The logits are divided by it: the distribution that is sampled from."""
     with_entropy: bool = False
+    compiled: bool = False
+    """Let `torch.compile` fuse the work on a chunk of logits; `compiling_pays` says on which device it is faster."""
     reference: ReferenceModel | None = None
     """Compute Σ_v π(v)(log π(v) − log π_ref(v)) against this model, run on the same micro-batch."""
 
     def __call__(
         self, model: PreTrainedModel, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype
     ) -> TokenScores:
-        """See `TokenHead`."""
+        """Return [M] results for the hidden states [M, H] that predict the micro-batch's M response tokens."""
         weight = output_head(model).weight.to(dtype)
-        options = {"temperature": self.temperature, "with_entropy": self.with_entropy}
+        options = {"temperature": self.temperature, "with_entropy": self.with_entropy, "compiled": self.compiled}
         if self.reference is None:
-            return TokenScores(*token_log_probs(hidden, weight, inputs.target_ids, **options))
+            logp, entropy = token_log_probs(hidden, weight, inputs.target_ids, **options)
+            return TokenScores({"logp": logp, "entropy": entropy})
         states, ref_weight = self.reference.predicting_states(inputs), self.reference.head_weight()
-        return TokenScores(
-            *token_log_probs_and_kl(hidden, weight, inputs.target_ids, states, ref_weight, **options)
-        )
+        logp, entropy, kl = token_log_probs_and_kl(hidden, weight, inputs.target_ids, states, ref_weight, **options)
+        return TokenScores({"logp": logp, "entropy": entropy, "kl": kl})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,6 @@ class ValueHead:
     def __call__(
         self, model: PreTrainedModel, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype
     ) -> TokenScores:
-        """See `TokenHead`."""
+        """Return [M] results for the hidden states [M, H] that predict the micro-batch's M response tokens."""
         # In float32 whatever the model computes in: a value is regressed to, and bf16 has three digits.
-        return TokenScores(values=output_head(model)(hidden.float())[:, 0])
+        return TokenScores({"values": output_head(model)(hidden.float())[:, 0]})

@@ -1,8 +1,12 @@
 """Log-probabilities of target tokens, entropies and exact KL from hidden states, in chunks over tokens.
 
-The [M, V] logits of a micro-batch never exist at once: each chunk's are made, reduced and dropped, in the backward pass again.
+The [M, V] logits of a micro-batch never exist at once: each chunk's are made, reduced and dropped, and made again in
+the backward pass. What is done with one chunk is two functions, which `torch.compile` can fuse into few kernels.
 """
 
+import importlib.util
+import shutil
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,8 +14,14 @@ import torch.nn.functional as F
 
 from pellucid.errors import UserError
 
-# Logits of a chunk take at most this many bytes: large enough for the matrix product to run at full speed.
 CHUNK_BYTES = 48 * 2**20
+"""The logits of a chunk take at most this much: large enough for the matrix product to run at full speed."""
+
+
+def compiling_pays(device: torch.device) -> bool:
+    """Return whether compiled chunks are faster: on CUDA, where Triton and a C compiler are installed."""
+    tools = importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
+    return device.type == "cuda" and tools
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -30,57 +40,35 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ref_weight: torch.Tensor | None,
         temperature: float,
         with_entropy: bool,
+        compiled: bool,
     ) -> Any:
-        num_tokens, vocabulary = hidden.shape[0], weight.shape[0]
-        logp = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
-        log_norm, ref_log_norm = torch.empty_like(logp), torch.empty_like(logp)
-        entropy, kl = torch.zeros_like(logp), torch.zeros_like(logp)
-        for rows in _chunks(num_tokens, vocabulary):
-            logits = _logits(hidden[rows], weight, temperature)
-            log_norm[rows] = torch.logsumexp(logits, dim=-1)
-            logp[rows] = logits.gather(1, targets[rows, None])[:, 0] - log_norm[rows]
-            if not with_entropy and ref_weight is None:
-                continue
-            full_logp = logits.sub_(log_norm[rows, None])
-            probs = full_logp.exp()
-            if with_entropy:
-                entropy[rows] = -torch.einsum("mv,mv->m", probs, full_logp)
-            if ref_hidden is not None and ref_weight is not None:
-                ref_logits = _logits(ref_hidden[rows], ref_weight, temperature)
-                ref_log_norm[rows] = torch.logsumexp(ref_logits, dim=-1)
-                log_ratio = full_logp.sub_(ref_logits.sub_(ref_log_norm[rows, None]))
-                kl[rows] = torch.einsum("mv,mv->m", probs, log_ratio)
-        ctx.save_for_backward(hidden, weight, targets, ref_hidden, ref_weight, log_norm, ref_log_norm, entropy, kl)
-        ctx.temperature = temperature
+        num_tokens = hidden.shape[0]
+        results = [torch.zeros(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(5)]
+        reduce: Any = _compiled(_reduce_chunk) if compiled else _reduce_chunk
+        for rows in _chunks(num_tokens, weight.shape[0]):
+            chunk = hidden[rows], targets[rows], None if ref_hidden is None else ref_hidden[rows]
+            for result, part in zip(results, reduce(*chunk, weight, ref_weight, temperature, with_entropy)):
+                if part is not None:
+                    result[rows] = part
+        logp, log_norm, entropy, kl, ref_log_norm = results
+        ctx.save_for_backward(hidden, weight, targets, ref_hidden, ref_weight, log_norm, entropy, kl, ref_log_norm)
+        ctx.temperature, ctx.compiled = temperature, compiled
         ctx.set_materialize_grads(False)  # None tells the backward pass that nobody needs a result's gradient
         return logp, entropy, kl
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        hidden, weight, targets, ref_hidden, ref_weight, *reduced = ctx.saved_tensors
         grad_logp, grad_entropy, grad_kl = grad_outputs
-        hidden, weight, targets, ref_hidden, ref_weight, log_norm, ref_log_norm, entropy, kl = ctx.saved_tensors
-        grad_logp = torch.zeros_like(log_norm) if grad_logp is None else grad_logp
+        grad_logp = torch.zeros_like(reduced[0]) if grad_logp is None else grad_logp
+        grads = grad_logp, grad_entropy, None if ref_weight is None else grad_kl
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed in float32 over the chunks even when the head runs in bf16.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        differentiate: Any = _compiled(_differentiate_chunk) if ctx.compiled else _differentiate_chunk
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
-            full_logp = _logits(hidden[rows], weight, ctx.temperature).sub_(log_norm[rows, None])
-            if grad_entropy is None and (grad_kl is None or ref_weight is None):
-                # d log p_t / d z_v = 1[v = t] − p_v
-                grad = full_logp.exp_().mul_(-grad_logp[rows, None])
-            else:
-                probs = full_logp.exp()
-                grad = probs * -grad_logp[rows, None]
-                if grad_kl is not None and ref_weight is not None:
-                    # d KL / d z_v = p_v (log p_v − log q_v − KL)
-                    ref_logits = _logits(ref_hidden[rows], ref_weight, ctx.temperature)
-                    log_ratio = full_logp - ref_logits.sub_(ref_log_norm[rows, None])
-                    grad.add_(log_ratio.sub_(kl[rows, None]).mul_(probs).mul_(grad_kl[rows, None]))
-                if grad_entropy is not None:
-                    # d H / d z_v = −p_v (log p_v + H)
-                    grad.sub_(full_logp.add_(entropy[rows, None]).mul_(probs).mul_(grad_entropy[rows, None]))
-            grad.scatter_add_(1, targets[rows, None], grad_logp[rows, None])
-            grad = (grad.div_(ctx.temperature) if ctx.temperature != 1 else grad).to(weight.dtype)
+            chunk = [None if each is None else each[rows] for each in (hidden, targets, ref_hidden, *reduced, *grads)]
+            grad = differentiate(*chunk, weight, ref_weight, ctx.temperature)
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad @ weight).to(hidden.dtype)
             if grad_weight is not None and weight.dtype == torch.float32:
@@ -88,7 +76,74 @@ class _ChunkedLogProbs(torch.autograd.Function):
             elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[rows].to(weight.dtype)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _reduce_chunk(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    ref_hidden: torch.Tensor | None,
+    weight: torch.Tensor,
+    ref_weight: torch.Tensor | None,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return logp, log Σ exp, entropy, KL and the reference's log Σ exp of m tokens, [m] each or None if not wanted."""
+    logits = _logits(hidden, weight, temperature)
+    log_norm = torch.logsumexp(logits, dim=-1)
+    logp = logits.gather(1, targets[:, None])[:, 0] - log_norm
+    if not with_entropy and ref_weight is None:
+        return logp, log_norm, None, None, None
+    full_logp = logits.sub_(log_norm[:, None])
+    probs = full_logp.exp()
+    entropy = -torch.einsum("mv,mv->m", probs, full_logp) if with_entropy else None
+    if ref_hidden is None or ref_weight is None:
+        return logp, log_norm, entropy, None, None
+    ref_logits = _logits(ref_hidden, ref_weight, temperature)
+    ref_log_norm = torch.logsumexp(ref_logits, dim=-1)
+    log_ratio = full_logp.sub_(ref_logits.sub_(ref_log_norm[:, None]))
+    return logp, log_norm, entropy, torch.einsum("mv,mv->m", probs, log_ratio), ref_log_norm
+
+
+def _differentiate_chunk(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    ref_hidden: torch.Tensor | None,
+    log_norm: torch.Tensor,
+    entropy: torch.Tensor,
+    kl: torch.Tensor,
+    ref_log_norm: torch.Tensor,
+    grad_logp: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    grad_kl: torch.Tensor | None,
+    weight: torch.Tensor,
+    ref_weight: torch.Tensor | None,
+    temperature: float,
+) -> torch.Tensor:
+    """Return the gradient [m, V] of a chunk's h Wᵀ, in the head's dtype, from what `_reduce_chunk` gave for it."""
+    full_logp = _logits(hidden, weight, temperature).sub_(log_norm[:, None])
+    if grad_entropy is None and grad_kl is None:
+        # d log p_t / d z_v = 1[v = t] − p_v
+        grad = full_logp.exp_().mul_(-grad_logp[:, None])
+    else:
+        probs = full_logp.exp()
+        grad = probs * -grad_logp[:, None]
+        if grad_kl is not None and ref_hidden is not None and ref_weight is not None:
+            # d KL / d z_v = p_v (log p_v − log q_v − KL)
+            ref_logits = _logits(ref_hidden, ref_weight, temperature)
+            log_ratio = full_logp - ref_logits.sub_(ref_log_norm[:, None])
+            grad.add_(log_ratio.sub_(kl[:, None]).mul_(probs).mul_(grad_kl[:, None]))
+        if grad_entropy is not None:
+            # d H / d z_v = −p_v (log p_v + H)
+            grad.sub_(full_logp.add_(entropy[:, None]).mul_(probs).mul_(grad_entropy[:, None]))
+    grad.scatter_add_(1, targets[:, None], grad_logp[:, None])
+    return (grad.div_(temperature) if temperature != 1 else grad).to(weight.dtype)
+
+
+@cache
+def _compiled(chunk_function: Any) -> Any:
+    # One kernel for all sizes: the last chunk of a micro-batch is of any size.
+    return torch.compile(chunk_function, dynamic=True)
 
 
 def token_log_probs(
@@ -98,6 +153,7 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities of `targets` and the entropies of their distributions.
 
@@ -107,11 +163,12 @@ def token_log_probs(
         targets: [M] int64 token ids.
         temperature: the logits are divided by it: the distribution that is sampled from.
         with_entropy: compute entropies (in nats); otherwise they are zeros.
+        compiled: let `torch.compile` fuse what is done with a chunk; results differ by rounding.
 
     Returns:
         `(logp, entropy)`, both [M] float32. Peak extra memory is one chunk of logits, whatever M is.
     """
-    results: Any = _ChunkedLogProbs.apply(hidden, weight, targets, None, None, temperature, with_entropy)
+    results: Any = _ChunkedLogProbs.apply(hidden, weight, targets, None, None, temperature, with_entropy, compiled)
     logp, entropy, _ = results
     return logp, entropy
 
@@ -125,6 +182,7 @@ def token_log_probs_and_kl(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what `token_log_probs` does, and the exact KL(π‖π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)) in nats.
 
@@ -136,6 +194,7 @@ def token_log_probs_and_kl(
         ref_weight: [V, H_ref] output head of the reference; no gradient flows to it.
         temperature: the logits of both are divided by it.
         with_entropy: compute entropies (in nats); otherwise they are zeros.
+        compiled: let `torch.compile` fuse what is done with a chunk; results differ by rounding.
 
     Returns:
         `(logp, entropy, kl)`, all [M] float32. Peak extra memory is one chunk of logits of each model, whatever M is.
@@ -146,11 +205,11 @@ def token_log_probs_and_kl(
     if weight.shape[0] != ref_weight.shape[0]:
         raise UserError(
             "actor_rollout_ref.ref",
-            f"the reference has {ref_weight.shape[0]} tokens and the policy {weight.shape[0]}, so no KL between them exists.",
+            f"the reference has {ref_weight.shape[0]} tokens and the policy {weight.shape[0]}, so they have no KL.",
             "Use a reference with the policy's vocabulary.",
         )
     results: Any = _ChunkedLogProbs.apply(
-        hidden, weight, targets, ref_hidden.detach(), ref_weight.detach(), temperature, with_entropy
+        hidden, weight, targets, ref_hidden.detach(), ref_weight.detach(), temperature, with_entropy, compiled
     )
     return results
 

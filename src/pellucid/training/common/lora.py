@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a model's linear layers, by peft.
 
-`add_lora` wraps the layers in place: W x becomes W x + (alpha / rank) B A x with W frozen. Checkpoints hold the adapters alone,
-exports and packed rollouts the merged weights. peft is imported only to add adapters.
+`add_lora` wraps the layers in place: W x becomes W x + (alpha / rank) B A x with W frozen. Checkpoints hold the
+adapters alone, exports and packed rollouts the merged weights. peft is imported only to add adapters.
 """
 
 import importlib.util
@@ -22,14 +22,16 @@ _LORA_A, _LORA_B = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 def add_lora(
     model: PreTrainedModel, *, rank: int, alpha: float, target_modules: str | list[str], seed: int
 ) -> PreTrainedModel:
-    """Freeze `model` and give its linear layers trainable float32 adapters, in place; the policy is unchanged until they move.
+    """Freeze `model` and give its linear layers trainable float32 adapters, in place.
+
+    B starts at zero, so the policy is unchanged until the adapters move. The global random stream is left alone.
 
     Args:
         model: a model as loaded; the same object is returned.
         rank: rows of A [rank, in] and columns of B [out, rank].
         alpha: the adapters' output is scaled by alpha / rank.
-        target_modules: `all-linear` (all but the output head), or names of linear layers, e.g. `q_proj` or `layers.0.mlp.up_proj`.
-        seed: draws A; B starts at zero. The global random stream is left alone.
+        target_modules: `all-linear` (all but the output head), or names of linear layers, e.g. `layers.0.mlp.up_proj`.
+        seed: draws A.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -72,7 +74,7 @@ def base_weights(model: torch.nn.Module) -> Iterator[None]:
     layers = lora_layers(model)
     try:
         for layer in layers:
-            # peft's enable_adapters would also freeze the adapters, and a sharded one that is frozen once is never trained.
+            # peft's enable_adapters would also freeze the adapters, and a sharded one, frozen once, is never trained.
             layer._disable_adapters = True
         yield
     finally:
@@ -104,9 +106,8 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's own parameters, adapters among them, and persistent buffers, tied ones once."""
     persistent = model.state_dict().keys()
-    return dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name in persistent
-    }
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
 
 
 def merge_adapters(tensors: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -135,11 +136,8 @@ def _target_names(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
     head = model.get_output_embeddings()
     linears = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and module is not head]
     if not linears:
-        raise UserError(
-            field,
-            f"{type(model).__name__} has no linear layers that adapters could go on.",
-            "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …), or train all weights (lora_rank=0).",
-        )
+        reason = f"{type(model).__name__} has no linear layers that adapters could go on."
+        raise UserError(field, reason, "Use another architecture, or train all weights (lora_rank=0).")
     if wanted == ALL_LINEAR:
         return linears
     names = [wanted] if isinstance(wanted, str) else wanted
@@ -147,9 +145,7 @@ def _target_names(model: PreTrainedModel, wanted: str | list[str]) -> list[str]:
     for name in names:
         if not any(f".{linear}".endswith(f".{name}") for linear in linears):
             match = nearest(name, [ALL_LINEAR, *endings])
-            raise UserError(
-                field,
-                f"'{name}' is not a linear layer of {type(model).__name__}, which has {', '.join(endings)}.",
-                f"Did you mean '{match}'?" if match else f"Name some of these, or {ALL_LINEAR}.",
-            )
+            reason = f"'{name}' is not a linear layer of {type(model).__name__}, which has {', '.join(endings)}."
+            remedy = f"Did you mean '{match}'?" if match else f"Name some of these, or {ALL_LINEAR}."
+            raise UserError(field, reason, remedy)
     return [linear for linear in linears if any(f".{linear}".endswith(f".{name}") for name in names)]

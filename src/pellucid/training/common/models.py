@@ -1,10 +1,9 @@
 """Loading, checking and saving of Hugging Face models and their tokenizers.
 
-A model is named by a folder, a hub id, or `builtin` (the one shipped in the package). Weights are float32 masters; a run in
-bf16 computes under autocast, so that small updates are never rounded away.
+A model is named by a folder, a hub id, or `builtin` (the one shipped in the package). Weights are float32 masters; a
+run in bf16 computes under autocast, so that small updates are never rounded away.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from pellucid.errors import UserError
-from pellucid.training.common.attention import NAME, register_attention
+from pellucid.training.common.attention import NAME, register_attention, unsupported
 from pellucid.training.common.lora import adapter_rank, adapter_tensors, has_lora, merged_tensors
 from pellucid.training.common.packing import TokenSequence, pack
 
@@ -51,22 +50,16 @@ def model_folder(path: str, field: str = POLICY) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(
-                field,
-                f"the folder '{folder}' has no config.json, so it is not a Hugging Face model.",
-                "A checkpoint of a run becomes a model folder with: pellucid export RUN --out FOLDER",
-            )
+            reason = f"the folder '{folder}' has no config.json, so it is not a Hugging Face model."
+            remedy = "A checkpoint of a run becomes a model folder with: pellucid export RUN --out FOLDER"
+            raise UserError(field, reason, remedy)
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            raise UserError(
-                field,
-                f"the folder '{folder}' has a config but no weights (*.safetensors).",
-                "Download or export the whole model.",
-            )
+            reason = f"the folder '{folder}' has a config but no weights (*.safetensors)."
+            raise UserError(field, reason, "Download or export the whole model.")
         return str(folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(
-            field, f"the folder '{folder}' does not exist.", "Give a model folder, a hub id 'owner/name', or 'builtin'."
-        )
+        remedy = "Give a model folder, a hub id 'owner/name', or 'builtin'."
+        raise UserError(field, f"the folder '{folder}' does not exist.", remedy)
     return path
 
 
@@ -121,7 +114,7 @@ def read_config(
 def read_model(
     path: str, config: PretrainedConfig, auto_class: Any, *, trust_remote_code: bool, field: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model of one of transformers' auto classes as its file has it, and what did not fit (transformers' loading info).
+    """Return a model of one of transformers' auto classes as its file has it, and transformers' loading info.
 
     Raises:
         UserError: it cannot be read, or its attention cannot be replaced.
@@ -147,12 +140,9 @@ def check_complete(path: str, loading: dict[str, Any], field: str, *, but: str |
     """
     absent = sorted({*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])} - {but})
     if absent:
-        raise UserError(
-            field,
-            f"the weights of '{path}' lack {len(absent)} tensors that its config asks for, or have them in another shape; the "
-            f"first is '{absent[0]}'.",
-            "Download or export the whole model, with the config that belongs to its weights.",
-        )
+        reason = f"the weights of '{path}' lack {len(absent)} tensors of its config, or have them in another shape"
+        remedy = "Download or export the whole model, with the config that belongs to its weights."
+        raise UserError(field, f"{reason}; the first is '{absent[0]}'.", remedy)
 
 
 def prepare_model(
@@ -165,27 +155,16 @@ def prepare_model(
     """
     set_fields = [name for name in _UNSUPPORTED if model.config.to_dict().get(name) not in (None, 1, 1.0)]
     if set_fields:
-        raise UserError(
-            field,
-            f"{type(model).__name__} sets {', '.join(set_fields)}, which the packed path does not compute.",
-            "Use an architecture without it (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
-        )
+        raise unsupported(model, f"sets {', '.join(set_fields)}, which the packed path does not compute", field)
     if any(vars(module).get("is_causal") is False for module in model.modules()):
-        raise UserError(
-            field,
-            f"{type(model).__name__} attends in both directions, which the packed path does not compute.",
-            "Use a decoder (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
-        )
+        raise unsupported(model, "attends in both directions, which the packed path does not compute", field)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the policy that is trained must be the policy that sampled
     broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
-        raise UserError(
-            field,
-            f"{len(broken)} of the model's tensors hold NaN or Inf, the first is '{broken[0]}'.",
-            "Download or export the model anew, or take an earlier checkpoint.",
-        )
+        reason = f"{len(broken)} of the model's tensors hold NaN or Inf, the first is '{broken[0]}'."
+        raise UserError(field, reason, "Download or export the model anew, or take an earlier checkpoint.")
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     model.to(device)  # pyright: ignore[reportArgumentType]
@@ -210,11 +189,7 @@ def check_head(model: PreTrainedModel, field: str) -> None:
     """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-        raise UserError(
-            field,
-            f"{type(model).__name__} has an output head that is not a plain matrix, which the chunked log-probs need.",
-            "Use an architecture whose head has no bias (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
-        )
+        raise unsupported(model, "has an output head that is not a plain matrix, which chunked log-probs need", field)
 
 
 @torch.no_grad()
@@ -237,11 +212,7 @@ def _check_packing(model: PreTrainedModel, device: torch.device, field: str) -> 
     model.train(training)
     gap = (together - alone).abs().max()
     if gap > 1e-3 * alone.abs().max():
-        raise UserError(
-            field,
-            f"{type(model).__name__} mixes the sequences of a pack, which packed training needs kept apart.",
-            "Use an architecture whose layers are plain attention (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
-        )
+        raise unsupported(model, "mixes the sequences of a pack, which packed training needs kept apart", field)
 
 
 def load_tokenizer(
@@ -256,11 +227,8 @@ def load_tokenizer(
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(
-            field,
-            f"no tokenizer can be loaded from '{path}': {_first_line(error)}",
-            f"Set {field.rpartition('.')[2]} to a folder that holds tokenizer.json.",
-        ) from error
+        remedy = f"Set {field.rpartition('.')[2]} to a folder that holds tokenizer.json."
+        raise UserError(field, f"no tokenizer can be loaded from '{path}': {_first_line(error)}", remedy) from error
 
 
 def save_hf_model(
@@ -281,7 +249,7 @@ def save_hf_model(
     stored_dtype = model.config.dtype
     model.config.dtype = dtype
     try:
-        with _Quiet():
+        with _quiet():
             model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
     finally:
@@ -333,44 +301,33 @@ def load_weights(model: PreTrainedModel, file: Path) -> None:
         UserError: the file's tensors are not this model's.
     """
     stored, own = load_file(file), model_tensors(model)
-    check_same_tensors(
-        {name: tensor.shape for name, tensor in stored.items()},
-        {name: tensor.shape for name, tensor in own.items()},
-        file.parent,
-    )
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    check_same_tensors(shapes, {name: tensor.shape for name, tensor in own.items()}, file.parent)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(stored[name])
 
 
 def check_same_tensors(stored: dict[str, torch.Size], own: dict[str, torch.Size], checkpoint: Path) -> None:
-    """Refuse a checkpoint whose tensors have other names or shapes than the model's `own`.
-
-    Raises:
-        UserError: they have.
-    """
+    """Raise UserError when a checkpoint's tensors have other names or shapes than the model's `own`."""
     stored_rank, own_rank = adapter_rank(stored), adapter_rank(own)
     if stored_rank != own_rank:
-        raise UserError(
-            "trainer.resume_mode",
-            f"the checkpoint '{checkpoint}' is of a run with lora_rank {stored_rank}, and this one has {own_rank}.",
-            f"Set actor_rollout_ref.model.lora_rank={stored_rank}, or trainer.resume_mode=disable.",
-        )
+        reason = f"the checkpoint '{checkpoint}' is of a run with lora_rank {stored_rank}, and this one has {own_rank}."
+        remedy = f"Set actor_rollout_ref.model.lora_rank={stored_rank}, or trainer.resume_mode=disable."
+        raise UserError("trainer.resume_mode", reason, remedy)
     wrong = [name for name in stored.keys() | own.keys() if stored.get(name) != own.get(name)]
     if wrong:
-        raise UserError(
-            "trainer.resume_mode",
-            f"the checkpoint '{checkpoint}' is of another model: '{sorted(wrong)[0]}' does not match.",
-            f"Set model.path{' and target_modules' if own_rank else ''} as in the run that wrote it, or "
-            "trainer.resume_mode=disable.",
-        )
+        reason = f"the checkpoint '{checkpoint}' is of another model: '{sorted(wrong)[0]}' does not match."
+        keys = f"model.path{' and target_modules' if own_rank else ''}"
+        remedy = f"Set {keys} as in the run that wrote it, or trainer.resume_mode=disable."
+        raise UserError("trainer.resume_mode", reason, remedy)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every id that ends a response: the generation config's and the tokenizer's."""
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = generation if isinstance(generation, list) else [generation]
-    return sorted({int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})  # pyright: ignore[reportArgumentType]
+    ids: list[Any] = generation if isinstance(generation, list) else [generation]
+    return sorted({int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})
 
 
 def num_parameters(model: PreTrainedModel) -> int:
@@ -387,36 +344,31 @@ def num_trainable_parameters(model: PreTrainedModel) -> int:
 def _loading(path: str, field: str) -> Iterator[None]:
     """Read quietly, and say what is wrong with `path` in the user's terms."""
     try:
-        with _Quiet():
+        with _quiet():
             yield
     except KeyError as error:
         if error.args != (NAME,):
             raise
-        raise UserError(
-            field,
-            f"'{path}' is of an architecture whose attention transformers does not let one replace.",
-            "Use another architecture (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).",
-        ) from error
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise UserError(
-            field,
-            f"'{path}' cannot be loaded as a language model: {_first_line(error)}",
-            "Is it a complete Hugging Face model folder or a hub id this machine can reach?",
-        ) from error
+        reason = f"'{path}' is of an architecture whose attention transformers does not let one replace."
+        raise UserError(field, reason, "Use another one (Llama, Qwen, Mistral, SmolLM, GPT-NeoX, …).") from error
+    except (OSError, ValueError) as error:
+        reason = f"'{path}' cannot be loaded as a language model: {_first_line(error)}"
+        remedy = "Is it a complete Hugging Face model folder or a hub id this machine can reach?"
+        raise UserError(field, reason, remedy) from error
 
 
-class _Quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Silence transformers' progress bars and advice while loading or saving."""
-
-    def __enter__(self) -> None:
-        self._verbosity = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        transformers_logging.set_verbosity(self._verbosity)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
         transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -60,7 +60,7 @@ class ScheduledAdamW:
         )
 
     def clip(self) -> float:
-        """Scale gradients to the global norm `grad_clip` and return the norm before; a non-finite one scales nothing."""
+        """Scale gradients to the global norm `grad_clip` and return the norm before; one not finite scales nothing."""
         grads = list(self.gradients().values())
         norm = self._norm(grads)
         if torch.isfinite(norm) and norm > self.grad_clip:

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import torch
 
-from pellucid.profiler.probe import TokenSpan
+from pellucid.stages import TokenSpan
 from pellucid.training.common.attention import AttentionLayout, PackedAttention, PaddedAttention, SegmentBucket
 from pellucid.types import Rollout
 
@@ -30,6 +30,8 @@ class TokenSequence:
     """Which sample it is, for people."""
     prompt_name: str = ""
     """Which prompt that is an answer to."""
+    sampled: Sequence[bool] | None = None
+    """[L] which response tokens are predicted; None: all. The others are context that tools or users gave."""
 
 
 @dataclass(slots=True)
@@ -42,9 +44,9 @@ class ModelInput:
     """Same shape: positions restart with every sequence; a response continues its prompt's."""
     layout: AttentionLayout
     predict_index: torch.Tensor
-    """[M] rows of the flattened hidden states that predict the response tokens."""
+    """[M] rows of the flattened hidden states that predict the sampled response tokens."""
     target_ids: torch.Tensor
-    """[M] the response tokens, sequence after sequence."""
+    """[M] those tokens, sequence after sequence."""
     row: torch.Tensor
     """[M] sequence index of each response token within the micro-batch."""
     column: torch.Tensor
@@ -65,8 +67,9 @@ def sequences_of(rollouts: list[Rollout]) -> list[TokenSequence]:
             r.prompt.token_ids,
             r.token_ids,
             group_of.setdefault(r.prompt.uid, len(group_of)),
-            f"{r.prompt.uid} sample {r.sample}",
+            r.name,
             r.prompt.uid,
+            None if r.num_sampled == len(r.token_ids) else r.sampled,
         )
         for r in rollouts
     ]
@@ -112,7 +115,9 @@ def split_micro_batches(
 
 
 def num_input_tokens(sequence: TokenSequence, *, with_prompt: bool) -> int:
-    """Return how many tokens of `sequence` the model is fed: the last response token predicts nothing, so it never is."""
+    """Return how many tokens of `sequence` the model is fed: the last response token predicts nothing, so it never
+    is.
+    """
     return max(len(sequence.response_ids) - 1, 0) + (len(sequence.prompt_ids) if with_prompt else 0)
 
 
@@ -176,7 +181,7 @@ def packed_spans(sequences: list[TokenSequence], *, share_prompts: bool = True) 
         at += num_prompt
         for sequence in group:
             num_fed = len(sequence.response_ids[:-1])
-            spans.append(TokenSpan(sequence.name, "response", at, num_fed, num_prompt))
+            spans.append(TokenSpan(sequence.name, "response", at, num_fed, num_prompt, sequence.sampled))
             at += num_fed
     return spans
 
@@ -188,7 +193,8 @@ def padded_spans(sequences: list[TokenSequence]) -> list[TokenSpan]:
     for row, sequence in enumerate(sequences):
         num_prompt, at = len(sequence.prompt_ids), row * width
         spans.append(TokenSpan(sequence.prompt_name, "prompt", at, num_prompt, 0))
-        spans.append(TokenSpan(sequence.name, "response", at + num_prompt, len(sequence.response_ids[:-1]), num_prompt))
+        num_fed = len(sequence.response_ids[:-1])
+        spans.append(TokenSpan(sequence.name, "response", at + num_prompt, num_fed, num_prompt, sequence.sampled))
     return spans
 
 
@@ -221,6 +227,12 @@ def _model_input(
     predict_index, target_ids, row, column = (
         torch.tensor(values, dtype=torch.int64, device=device) for values in (predict, targets, rows, columns)
     )
+    if any(s.sampled is not None for s in sequences):
+        drawn = [one for s in sequences for one in s.sampled or [True] * len(s.response_ids)]
+        sampled = torch.tensor(drawn, dtype=torch.bool, device=device)
+        predict_index, target_ids, row, column = (
+            values[sampled] for values in (predict_index, target_ids, row, column)
+        )
     return ModelInput(input_ids, position_ids, layout, predict_index, target_ids, row, column, num_real_tokens)
 
 

@@ -1,4 +1,4 @@
-"""State written from copies, in the background, while training changes the tensors themselves."""
+"""Writes state from copies, in the background, while training changes the tensors themselves."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -10,7 +10,7 @@ from pellucid import background
 
 
 class StagedWriter:
-    """Copies state into CPU memory that it keeps from one time to the next, for fresh memory takes longer to get than to fill."""
+    """Copies state into CPU memory, which it keeps: fresh memory takes longer to get than to fill."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Any] = {}

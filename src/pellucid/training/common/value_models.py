@@ -1,7 +1,7 @@
 """Models whose output is one number a token: the critic, and reward models that others trained.
 
-A value model is a causal LM whose output head [V, H] is replaced by a [1, H] one, so that everything that packs, trains and
-stores a policy serves it as well; `output_head` returns that head. Classifiers with one label have such a head already.
+A value model is a causal LM whose output head [V, H] is replaced by a [1, H] one, so that everything that packs, trains
+and stores a policy serves it as well; `output_head` returns that head. Classifiers with one label have such a head.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def load_value_model(
     gradient_checkpointing: bool = False,
     field: str = CRITIC,
 ) -> PreTrainedModel:
-    """Return a trainable critic in float32 on `device`: whatever `load_reward_model` takes, with the scalar head that it has.
+    """Return a trainable critic in float32 on `device`: whatever `load_reward_model` takes, with its scalar head.
 
     A plain causal LM gets a zero [1, H] head in place of its own, and so values everything at 0.
 
@@ -78,8 +78,8 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Return a frozen reward model in float32 on `device`; the score of a text is its head's output at the last token.
 
-    Taken are a sequence or token classifier with one label, a critic written by `save_hf_model` (`pellucid export --critic`),
-    and a causal LM with TRL's value head.
+    It may be a sequence or token classifier with one label, a critic that `pellucid export --critic` wrote, or a causal
+    LM with TRL's value head.
 
     Raises:
         UserError: `field` names none of these, or one that the packed path does not compute.
@@ -87,12 +87,13 @@ def load_reward_model(
     config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
     model, has_head = _read_value_model(path, config, trust_remote_code=trust_remote_code, field=field)
     if not has_head:
-        raise UserError(field, f"'{path}' ({type(model).__name__}) has no scalar head, so it scores nothing.", _ACCEPTED)
+        reason = f"'{path}' ({type(model).__name__}) has no scalar head, so it scores nothing."
+        raise UserError(field, reason, _ACCEPTED)
     return prepare_model(model, device, gradient_checkpointing=False, field=field).requires_grad_(False)
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Return the most tokens that a model of this config reads; None where it names no bound, or stretches its positions."""
+    """Return the most tokens that a model of this config reads; None where it names no bound, or stretches them."""
     fields = config.to_dict()
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -118,7 +119,7 @@ def _read_value_model(
 
 
 def _adopt_scalar_head(model: PreTrainedModel, loading: dict[str, Any], path: str, field: str) -> bool:
-    """Give a causal LM the [1, H] head that its file holds, under the head's own name or under TRL's; return whether it does."""
+    """Give a causal LM the [1, H] head of its file, under its own or TRL's name; return whether there is one."""
     head = model.get_output_embeddings()
     name = next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
     shape = next((shape for found, shape, _ in loading["mismatched_keys"] if found == name and shape[0] == 1), None)

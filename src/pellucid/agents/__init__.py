@@ -1,0 +1,1 @@
+"""Agents turn prompts into trajectories by making requests to a rollout engine."""

@@ -1,0 +1,561 @@
+"""From config sections to roles: actor, critic, reference, reward model, each an engine with its model and optimizer.
+
+`make_roles` runs in the controller's own process, or with the same arguments on every rank of a worker group.
+"""
+
+import copy
+import importlib.util
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pellucid.algo.advantages import Estimator
+from pellucid.algo.catalog import ESTIMATORS, POLICY_LOSSES, REINFORCE, load
+from pellucid.algo.policy_loss import PolicyLoss
+from pellucid.config import RunConfig
+from pellucid.config.schema.actor import ActorConfig, OptimConfig
+from pellucid.config.schema.critic import CriticConfig
+from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
+from pellucid.console import notice
+from pellucid.errors import MissingExtraError, UserError
+from pellucid.plugins import load_object
+from pellucid.roles.actor import Actor, ActorSettings
+from pellucid.roles.critic import Critic
+from pellucid.roles.interfaces import CriticRole, PolicyRole, ReferenceRole, RewardRole
+from pellucid.roles.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
+from pellucid.roles.reference import Reference
+from pellucid.roles.reward_model import RewardModel
+from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
+from pellucid.rollout.native.engine import SampledPolicy
+from pellucid.rollout.native.gathered import GatheredPolicy
+from pellucid.rollout.native.laboratory import changes_weights
+from pellucid.rollout.requests import RolloutEngine, WeightUpdate
+from pellucid.stages import NO_PROBE, ROLE_OF, Probe, Stage
+from pellucid.training.common.logprobs import compiling_pays
+from pellucid.training.common.lora import add_lora, require_peft
+from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, model_folder, read_config
+from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
+from pellucid.training.common.value_models import (
+    CRITIC,
+    REWARD_MODEL,
+    load_reward_model,
+    load_value_model,
+    max_positions,
+)
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
+
+if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
+    from pellucid.training.sharding import Sharding
+
+RoleName = Literal["actor", "rollout", "ref", "critic", "reward_model"]
+
+
+def choose_estimator(config: RunConfig) -> Estimator:
+    """Return the advantage estimator, a built-in one or the user's own function.
+
+    Raises:
+        UserError: the import path leads to no function.
+    """
+    name = config.algorithm.adv_estimator
+    if name in ESTIMATORS:
+        return load(ESTIMATORS[name].function)
+    return checked_estimator(_load_function(name, ESTIMATOR_FIELD), name)
+
+
+def choose_policy_loss(config: RunConfig) -> PolicyLoss:
+    """Return the policy loss, a built-in one or the user's own function.
+
+    Raises:
+        UserError: the import path leads to no function.
+    """
+    if config.algorithm.loss_type == "reinforce":
+        return PolicyLoss.named(REINFORCE)
+    name = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if name in POLICY_LOSSES:
+        return PolicyLoss.named(name)
+    return PolicyLoss(checked_loss(_load_function(name, LOSS_FIELD), name))
+
+
+def _load_function(spec: str, field: str) -> Callable[..., Any]:
+    function = load_object(spec, field)
+    if not callable(function):
+        raise UserError(field, f"'{spec}' is of type {type(function).__name__}, not a function.", "Name a function.")
+    return function
+
+
+def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the config's model section."""
+    model = config.actor_rollout_ref.model
+    return load_tokenizer(model.tokenizer_path or model_folder(model.path), trust_remote_code=model.trust_remote_code)
+
+
+def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check all that adapters, critic and reward model need beside the policy and that takes no model to know.
+
+    Raises:
+        MissingExtraError: LoRA without peft, or the Ray placement without ray.
+        UserError: a model folder is missing, reads other tokens than the policy's `tokenizer`, or shorter texts than
+            the data's.
+    """
+    if config.trainer.placement == "ray" and importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("trainer.placement", "ray", "ray")
+    if config.actor_rollout_ref.model.lora_rank:
+        require_peft()
+    if config.has_critic:
+        _check_critic(config, tokenizer)
+    if config.reward_model.enable:
+        _check_reward_model(config, tokenizer)
+
+
+def _check_critic(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    section, policy = config.critic.model, config.actor_rollout_ref.model
+    if section.path == policy.path:
+        return
+    folder, trust = model_folder(section.path, CRITIC), section.trust_remote_code
+    own = load_tokenizer(folder, trust_remote_code=trust, field=CRITIC).get_vocab().items()
+    sampled = tokenizer.get_vocab()
+    size = read_config(section.path, section.override_config, trust_remote_code=trust, field=CRITIC).vocab_size
+    # One of the two may have tokens more, as long as the critic has room for them.
+    if not (own <= sampled.items() or sampled.items() <= own) or max(sampled.values()) >= size:
+        raise UserError(
+            CRITIC,
+            f"'{section.path}' reads other tokens than the policy '{policy.path}', whose sampled ids it must value.",
+            "Start from a model with the policy's vocabulary, or remove the key to start from the policy.",
+        )
+
+
+def _check_reward_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    section, data = config.reward_model.model, config.data
+    own = _reward_tokenizer(config, tokenizer)
+    if own is not None:
+        if own.chat_template is not None and not data.return_raw_chat:
+            raise UserError(
+                "data.return_raw_chat",
+                "the reward model has a vocabulary and a chat template of its own, so it must be given the messages.",
+                "Set it to true.",
+            )
+        return  # how long a text is in its tokens shows when it is scored
+    assert section.path is not None
+    model_config = read_config(section.path, None, trust_remote_code=section.trust_remote_code, field=REWARD_MODEL)
+    limit, longest = max_positions(model_config), data.max_prompt_length + data.max_response_length
+    if limit is not None and limit < longest:
+        raise UserError(
+            REWARD_MODEL,
+            f"'{section.path}' reads {limit} tokens (max_position_embeddings), and the longest sequence has "
+            f"{data.max_prompt_length} "
+            f"prompt + {data.max_response_length} response = {longest} tokens.",
+            "Use a reward model for longer texts, or lower data.max_prompt_length or data.max_response_length.",
+        )
+
+
+def _reward_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """Return the reward model's tokenizer, or None where its vocabulary is that of the policy's `tokenizer`."""
+    section = config.reward_model.model
+    assert section.path is not None
+    own = load_tokenizer(
+        model_folder(section.path, REWARD_MODEL), trust_remote_code=section.trust_remote_code, field=REWARD_MODEL
+    )
+    return None if own.get_vocab() == tokenizer.get_vocab() else own
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Where the models of a process live, and over how many ranks they are spread."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_ranks: int = 1
+    """Ranks of the process group that this process has joined; 1 needs none."""
+    balance_ranks: bool = True
+    """Give the ranks as many tokens each, rather than as many samples."""
+    probe: Probe = NO_PROBE
+    """What the engines tell of the units of their work."""
+
+    def spreads(self, fsdp: FsdpConfig | RefFsdpConfig) -> bool:
+        """Return whether a model is taken apart: over several ranks, or between a device and the CPU's memory."""
+        return self.num_ranks > 1 or (fsdp.param_offload and self.device.type != "cpu")
+
+    def shard(
+        self, model: PreTrainedModel, strategy: Literal["fsdp", "fsdp2"], fsdp: FsdpConfig | RefFsdpConfig, section: str
+    ) -> "Sharding | None":
+        """Spread `model` over the ranks; None where one process holds it whole.
+
+        Raises:
+            UserError: `fsdp_size` does not divide the number of ranks.
+        """
+        if not self.spreads(fsdp):
+            return None
+        from pellucid.training.sharding import Sharding, ShardingPlan, join_alone
+
+        if self.num_ranks == 1:
+            join_alone(self.device)
+        plan = ShardingPlan(
+            strategy,
+            fsdp_size=fsdp.fsdp_size,
+            param_dtype=self.dtype,
+            reduce_dtype=torch_dtype(fsdp.reduce_dtype) if isinstance(fsdp, FsdpConfig) else torch.float32,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            param_offload=fsdp.param_offload,
+        )
+        return Sharding(model, plan, self.device, field=f"{section}.fsdp_config.fsdp_size")
+
+
+def load_policy(config: RunConfig, device: torch.device) -> PreTrainedModel:
+    """Load the policy's model, with LoRA adapters where the config asks for them."""
+    section = config.actor_rollout_ref.model
+    model = _load_base(config, device)
+    if section.lora_rank:
+        add_lora(
+            model,
+            rank=section.lora_rank,
+            alpha=section.lora_alpha,
+            target_modules=section.target_modules,
+            seed=config.trainer.seed,
+        )
+    return model
+
+
+def _load_base(config: RunConfig, device: torch.device) -> PreTrainedModel:
+    model = config.actor_rollout_ref.model
+    return load_model(
+        model.path,
+        device=device,
+        override_config=model.override_config,
+        trust_remote_code=model.trust_remote_code,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The mismatch laboratory: a policy unlike the trained one, and the engine that samples from it."""
+
+    policy: MismatchedPolicy
+    engine: NativeRolloutEngine
+
+
+@dataclass
+class Roles:
+    """The roles of a process, or their proxies; None where the run has no such role, or another pool of ranks has
+    it.
+    """
+
+    actor: PolicyRole | None = None
+    rollout: RolloutEngine | None = None
+    """Samples from the trained policy itself."""
+    reference: ReferenceRole | None = None
+    critic: CriticRole | None = None
+    reward_model: RewardRole | None = None
+    mismatch: Mismatch | None = None
+    """Samples what is trained on, under `rollout.simulate_mismatch`."""
+
+    def take_flops(self) -> float:
+        """Return the arithmetic of all roles since the last call."""
+        roles = (self.actor, self.reference, self.critic, self.reward_model)
+        return sum(role.take_flops() for role in roles if role is not None)
+
+    def in_hand(self) -> list[str]:
+        """Return the samples that the models of this process work on at this moment."""
+        roles = (self.rollout, self.actor, self.reference, self.critic, self.reward_model)
+        return [name for role in roles if role is not None for name in role.in_hand]
+
+    def modules_of(self, stage: Stage) -> tuple[torch.nn.Module, ...]:
+        """Return the models that a stage runs in this process; empty where another process runs it."""
+        role = self.named(ROLE_OF.get(stage, ""))
+        return () if role is None else role.modules
+
+    def named(self, role: str) -> Any:
+        """Return the role of that name, None where there is none."""
+        return vars(self).get({"ref": "reference"}.get(role, role))
+
+
+def needed_roles(config: RunConfig) -> list[RoleName]:
+    """Return the roles that a run has; validation alone needs the policy and what scores it."""
+    trains = not config.trainer.val_only
+    reward_model = config.reward_model.enable and (trains or not config.reward_model.rule_weight)
+    has: dict[RoleName, bool] = {
+        "actor": True,
+        "rollout": True,
+        "ref": trains and config.needs_reference,
+        "critic": trains and config.has_critic,
+        "reward_model": reward_model,
+    }
+    return [role for role, needed in has.items() if needed]
+
+
+def make_roles(
+    config: RunConfig,
+    names: Collection[RoleName],
+    tokenizer: PreTrainedTokenizerBase,
+    policy_loss: PolicyLoss,
+    compute: Compute,
+    total_steps: int,
+) -> Roles:
+    """Load the models of the roles in `names` and return the roles. Over several ranks every one calls it alike.
+
+    Raises:
+        UserError: a model does not fit its role, or `fsdp_size` the ranks.
+    """
+    roles, engine = Roles(), None
+    if "actor" in names:
+        model = load_policy(config, compute.device)
+        # The copy is made before sharding takes the model apart.
+        whole = copy.deepcopy(model) if compute.spreads(config.actor_rollout_ref.actor.fsdp_config) else None
+        engine = make_actor_engine(config, model, compute, total_steps)
+        roles.mismatch = make_mismatch(config, engine, tokenizer, compute.probe)
+        roles.rollout = make_rollout_engine(config, engine, whole, tokenizer, compute.probe)
+    reference = make_reference(config, compute, engine) if "ref" in names else None
+    if reference is not None:
+        roles.reference = Reference(reference, temperature=config.actor_rollout_ref.rollout.temperature)
+    if engine is not None:
+        roles.actor = make_actor(config, engine, policy_loss, reference)
+    if "critic" in names:
+        roles.critic = make_critic(config, compute, total_steps)
+    if "reward_model" in names:
+        roles.reward_model = make_reward_model(config, tokenizer, compute)
+    return roles
+
+
+def make_rollout_engine(
+    config: RunConfig,
+    actor: FsdpEngine,
+    whole: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+) -> NativeRolloutEngine:
+    """Return the engine that samples from `actor`'s own weights, or, where those are sharded, from a `whole` copy of
+    them.
+    """
+    if whole is None:
+        return make_native_engine(config, actor, tokenizer, probe)
+    copied = GatheredPolicy(actor, whole, config.actor_rollout_ref.rollout.verify_weights)
+    return make_native_engine(config, copied, tokenizer, probe, copied.take_weights)
+
+
+def make_native_engine(
+    config: RunConfig,
+    policy: SampledPolicy,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe,
+    take_weights: Callable[[WeightUpdate], None] | None = None,
+) -> NativeRolloutEngine:
+    """Return a native engine that samples from `policy`, which `take_weights` updates where it has weights of its
+    own.
+    """
+    section = config.actor_rollout_ref.rollout
+    return NativeRolloutEngine(
+        policy,
+        tokenizer,
+        eos_token_ids(policy.model, tokenizer),
+        seed=section.seed,
+        max_num_seqs=section.max_num_seqs,
+        max_num_batched_tokens=section.max_num_batched_tokens,
+        probe=probe,
+        take_weights=take_weights,
+    )
+
+
+def make_mismatch(
+    config: RunConfig, actor: FsdpEngine, tokenizer: PreTrainedTokenizerBase, probe: Probe
+) -> Mismatch | None:
+    """Return the mismatch laboratory; None unless `rollout.simulate_mismatch` asks for one.
+
+    Raises:
+        UserError: int8 is asked for and the model has no linear layers, or the weights are spread.
+    """
+    section = config.actor_rollout_ref.rollout
+    if not changes_weights(section.simulate_mismatch):
+        return None
+    if actor.sharding is not None:
+        raise UserError(
+            "actor_rollout_ref.rollout.simulate_mismatch",
+            "it changes the weights of one process for a while, and they are spread over ranks or offloaded.",
+            "Train in one process without param_offload.",
+        )
+    policy = MismatchedPolicy(actor, section.simulate_mismatch, section.seed)
+    return Mismatch(policy, make_native_engine(config, policy, tokenizer, probe, policy.take_weights))
+
+
+def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, reference: FsdpEngine | None) -> Actor:
+    """Return the actor; `reference` is the engine of the frozen reference, or None."""
+    algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    compiled = actor.use_torch_compile and compiling_pays(engine.device)
+    if actor.use_torch_compile:
+        done = (
+            "log-probabilities are compiled" if compiled else "needs CUDA, Triton and a C compiler; nothing is compiled"
+        )
+        notice(f"use_torch_compile on {engine.device.type}: {done}.", style="dim")
+    return Actor(
+        engine,
+        actor,
+        ActorSettings(
+            policy_loss=policy_loss,
+            temperature=rollout.temperature,
+            max_response_length=rollout.response_length,
+            seed=config.trainer.seed,
+            compiled=compiled,
+            exact_kl_to=reference,
+            bypass=algorithm if algorithm.bypass_mode else None,
+        ),
+    )
+
+
+def make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | None) -> FsdpEngine:
+    """Return the engine of the frozen reference: the actor's base under LoRA, else a model of its own."""
+    ref = config.actor_rollout_ref.ref
+    cut = _micro_batching(
+        config,
+        by_tokens=ref.log_prob_use_dynamic_bsz,
+        tokens=ref.log_prob_max_token_len_per_gpu,
+        sequences=ref.log_prob_micro_batch_size_per_gpu,
+    )
+    if config.actor_rollout_ref.model.lora_rank:
+        assert actor is not None, "under LoRA the reference shares the actor's ranks"
+        return _make_engine(actor.model, None, cut, compute, actor.sharding, without_adapters=True)
+    model = _load_base(config, compute.device).requires_grad_(False)
+    sharding = compute.shard(model, config.actor_rollout_ref.actor.strategy, ref.fsdp_config, "actor_rollout_ref.ref")
+    return _make_engine(model, None, cut, compute, sharding)
+
+
+def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
+    """Load the critic's model as a run starts it."""
+    section = config.critic.model
+    return load_value_model(
+        section.path,
+        device=device,
+        override_config=section.override_config,
+        trust_remote_code=section.trust_remote_code,
+        gradient_checkpointing=section.enable_gradient_checkpointing,
+    )
+
+
+def make_critic(config: RunConfig, compute: Compute, steps: int) -> Critic:
+    """Return the critic: a model with one value a token, and its optimizer."""
+    section, model = config.critic, load_critic(config, compute.device)
+    sharding = compute.shard(model, section.strategy, section.fsdp_config, "critic")
+    updates = num_updates(config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
+    optimizer = make_optimizer(
+        model, section.optim, section.grad_clip, updates, sharding, offload=section.fsdp_config.optimizer_offload
+    )
+    return Critic(
+        _make_engine(model, optimizer, _update_cut(config, section), compute, sharding),
+        section,
+        max_response_length=config.actor_rollout_ref.rollout.response_length,
+        seed=config.trainer.seed,
+    )
+
+
+def make_reward_model(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase, compute: Compute) -> RewardModel:
+    """Return the reward model of section `reward_model`.
+
+    Raises:
+        UserError: it is no model with one score.
+    """
+    section = config.reward_model
+    assert section.model.path is not None
+    model = load_reward_model(
+        section.model.path, device=compute.device, trust_remote_code=section.model.trust_remote_code
+    )
+    positions = max_positions(model.config)
+    sharding = compute.shard(model, config.actor_rollout_ref.actor.strategy, FsdpConfig(), "reward_model")
+    cut = _micro_batching(
+        config,
+        by_tokens=section.micro_batch_size_per_gpu is None,
+        tokens=section.forward_max_token_len_per_gpu,
+        sequences=section.micro_batch_size_per_gpu,
+    )
+    return RewardModel(
+        _make_engine(model, None, cut, compute, sharding),
+        _reward_tokenizer(config, policy_tokenizer),
+        max_tokens=cut.max_tokens,
+        max_positions=positions,
+    )
+
+
+def make_actor_engine(config: RunConfig, model: PreTrainedModel, compute: Compute, steps: int) -> FsdpEngine:
+    """Return the engine that holds the policy and its optimizer."""
+    actor = config.actor_rollout_ref.actor
+    sharding = compute.shard(model, actor.strategy, actor.fsdp_config, "actor_rollout_ref.actor")
+    steps -= config.trainer.critic_warmup  # the policy rests while the critic warms up
+    updates = num_updates(config, steps, actor.ppo_mini_batch_size, actor.ppo_epochs)
+    optimizer = make_optimizer(
+        model, actor.optim, actor.grad_clip, updates, sharding, offload=actor.fsdp_config.optimizer_offload
+    )
+    return _make_engine(model, optimizer, _update_cut(config, actor), compute, sharding)
+
+
+def _make_engine(
+    model: PreTrainedModel,
+    optimizer: ScheduledAdamW | None,
+    cut: MicroBatching,
+    compute: Compute,
+    sharding: "Sharding | None",
+    *,
+    without_adapters: bool = False,
+) -> FsdpEngine:
+    return FsdpEngine(
+        model,
+        optimizer,
+        cut,
+        device=compute.device,
+        dtype=compute.dtype,
+        sharding=sharding,
+        without_adapters=without_adapters,
+        balance_ranks=compute.balance_ranks,
+        probe=compute.probe,
+    )
+
+
+def _update_cut(config: RunConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
+    return _micro_batching(
+        config,
+        by_tokens=section.use_dynamic_bsz,
+        tokens=section.ppo_max_token_len_per_gpu,
+        sequences=section.ppo_micro_batch_size_per_gpu,
+    )
+
+
+def _micro_batching(config: RunConfig, *, by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
+    """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""
+    packed = config.actor_rollout_ref.model.use_remove_padding
+    return MicroBatching(tokens, None, packed) if by_tokens else MicroBatching(None, sequences, packed)
+
+
+def num_updates(config: RunConfig, steps: int, mini_batch_size: int, epochs: int) -> int:
+    """Return the optimizer steps of a run of `steps` steps."""
+    return steps * epochs * (config.data.train_batch_size // mini_batch_size)
+
+
+def make_optimizer(
+    model: PreTrainedModel,
+    optim: OptimConfig,
+    grad_clip: float,
+    run_updates: int,
+    sharding: "Sharding | None" = None,
+    *,
+    offload: bool = False,
+) -> ScheduledAdamW:
+    """Return AdamW over the trainable parameters, or this rank's shards of them, scheduled over `run_updates` optimizer
+    steps.
+
+    `offload` keeps its moments in CPU memory between updates.
+    """
+    total = optim.total_training_steps if optim.total_training_steps > 0 else run_updates
+    warmup = (
+        optim.lr_warmup_steps
+        if optim.lr_warmup_steps and optim.lr_warmup_steps > 0
+        else int(optim.lr_warmup_steps_ratio * total)
+    )
+    schedule = Schedule(optim.lr, warmup, total, optim.lr_scheduler_type, optim.min_lr_ratio)
+    named = model.named_parameters() if sharding is None else sharding.parameters().items()
+    trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+    betas = (optim.betas[0], optim.betas[1])
+    return ScheduledAdamW(trained, schedule, optim.weight_decay, betas, grad_clip, offload=offload)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch type of the config's `float32` or `bfloat16`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

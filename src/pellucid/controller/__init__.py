@@ -1,1 +1,0 @@
-"""The run: how its parts are built from the config, the loop that trains, validation, checkpoints."""

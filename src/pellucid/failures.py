@@ -1,0 +1,256 @@
+"""What a stage leaves in `<run>/failures/step_N` when NaN or Inf ends it, for `pellucid precision replay`.
+
+    failure.json           stage, step, role, rows; what was to be sampled
+    finding.json           where it began, with trainer.nan_sentinel
+    rollouts.jsonl.zst     the samples
+    batch.safetensors      their [B, …] tensors
+    weights/               the role's, as of the failure
+    config.yaml            the run's
+
+`replay.py` writes it when a stage of a run fails, and reads it to run that stage again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pellucid.console import notice
+from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
+from pellucid.files.rollout_dump import read_rollouts, write_rollouts
+from pellucid.files.rundir import atomic_write
+from pellucid.ranks.rank_failures import RankFailedError
+from pellucid.rollout.requests import SamplingParams
+from pellucid.stages import ROLE_OF, Stage
+from pellucid.types import Experience, MiniBatch, Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch, Turn
+
+if TYPE_CHECKING:
+    from pellucid.config import RunConfig
+    from pellucid.files.rundir import RunDir
+    from pellucid.precision.finding import Finding
+    from pellucid.ranks import Placement
+    from pellucid.rollout.requests import RolloutEngine
+    from pellucid.training.common.models import TokenPieces
+
+FAILURE, FINDING, ROLLOUTS, TENSORS, WEIGHTS, CONFIG = (
+    "failure.json", "finding.json", "rollouts.jsonl.zst", "batch.safetensors", "weights", "config.yaml",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """What was asked of a rollout engine."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    stream: tuple[str | int, ...]
+
+
+Given = Samples | list[Rollout] | GenerateCall
+"""What a stage works on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A stage that NaN or Inf ended, as it is on disk."""
+
+    stage: Stage
+    step: int
+    role: str
+    """Whose model ran: `actor` for rollouts, too."""
+    quantity: str
+    rows: list[int]
+    mini_batch: MiniBatch | None
+    """The optimizer step, in an update."""
+    version: int
+    """Of the weights."""
+    given: Given
+    finding: str | None
+    """Its sentence, with the NaN sentinel."""
+
+
+class FailingRun(Protocol):
+    """What it takes of a run to save a stage that failed, and to repeat it; `run.Run` is one."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's config, as resolved."""
+        ...
+
+    @property
+    def run_dir(self) -> RunDir:
+        """The folder that failures go to."""
+        ...
+
+    @property
+    def placement(self) -> Placement:
+        """The roles, and the processes they run in."""
+        ...
+
+    @property
+    def token_pieces(self) -> TokenPieces:
+        """What token ids look like, for the dump of the samples."""
+        ...
+
+    def engine_of(self, stage: Stage) -> RolloutEngine | None:
+        """Return the engine that samples in a stage; None where none does."""
+        ...
+
+    def save_files(self, folder: Path) -> None:
+        """Write what a resumed run needs beside weights and optimizer."""
+        ...
+
+
+def is_repeatable(quantity: str) -> bool:
+    """Tell whether what is saved is enough to repeat it: an optimizer step's state and earlier weights are gone.
+
+    Args:
+        quantity: that was not finite, as `NonFiniteError` has it.
+    """
+    return not quantity.endswith(UPDATED_WEIGHTS)
+
+
+def save_failure(run: FailingRun, stage: Stage, step: int, given: Given, error: NonFiniteError) -> Path | None:
+    """Save what the stage that `error` ended worked on; return the folder, or None where that cannot be written."""
+    folder = run.run_dir.path / "failures" / f"step_{step:06d}"
+    try:
+        _save(run, stage, step, given, error, folder)
+    except (OSError, SafetensorError) as reason:  # the failure itself matters more
+        notice(f"what {stage} of step {step} worked on could not be saved in {folder} ({reason}).", style="red")
+        return None
+    return folder
+
+
+def save_finding(folder: Path, finding: Finding) -> None:
+    """Save where it began beside the failure, as far as the disk has room."""
+    try:
+        atomic_write(folder / FINDING, json.dumps(finding.as_json(), indent=2) + "\n")
+    except OSError as reason:
+        notice(f"the finding could not be saved in {folder} ({reason}).", style="red")
+
+
+def _save(run: FailingRun, stage: Stage, step: int, given: Given, error: NonFiniteError, folder: Path) -> None:
+    if folder.exists():  # of an earlier attempt at the step
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    rollouts = given.rollouts if isinstance(given, Samples) else given if isinstance(given, list) else []
+    if rollouts:
+        scores = given.scores if isinstance(given, Samples) else [Score(None)] * len(rollouts)
+        write_rollouts(folder / ROLLOUTS, rollouts, scores, step, pieces=run.token_pieces)
+    if isinstance(given, Samples):
+        save_file({name: tensor.clone() for name, tensor in given.tensors().items()}, folder / TENSORS)
+    role = ROLE_OF.get(stage, "actor").replace("rollout", "actor")
+    record: dict[str, Any] = {
+        "stage": stage,
+        "step": step,
+        "role": role,
+        "quantity": error.quantity,
+        "rows": error.rows,
+        "mini_batch": error.mini_batch and dataclasses.asdict(error.mini_batch),
+        "version": run.placement.roles.named("actor").version if role == "actor" else 0,
+        "messages": {one.prompt.uid: one.prompt.messages for one in rollouts if one.prompt.messages is not None},
+        "generate": None,
+    }
+    if isinstance(given, GenerateCall):
+        asked = [{"uid": prompt.uid, "token_ids": prompt.token_ids, "task": prompt.task} for prompt in given.prompts]
+        record["generate"] = {"prompts": asked, "params": dataclasses.asdict(given.params), "stream": given.stream}
+    if run.run_dir.config_yaml.exists():
+        shutil.copyfile(run.run_dir.config_yaml, folder / CONFIG)
+    atomic_write(folder / FAILURE, json.dumps(record, indent=2) + "\n")  # last: a folder without it holds no failure
+    _save_weights(run, role, folder / WEIGHTS, sampling=isinstance(given, GenerateCall))
+
+
+def _save_weights(run: FailingRun, role: Any, folder: Path, *, sampling: bool) -> None:
+    """Save the weights, as far as the ranks are still there and the disk has room: the failure itself matters more."""
+    try:
+        folder.mkdir()
+        run.placement.roles.named(role).save(folder, ["model"])
+        if sampling:
+            run.save_files(folder)
+    # Ranks that were ended answer with what they were ended for.
+    except (OSError, SafetensorError, RankFailedError, NonFiniteError) as error:
+        if folder.exists():
+            shutil.rmtree(folder)
+        notice(
+            f"the {role}'s weights could not be saved in {folder} ({error}); a replay starts from the model's own.",
+            style="red",
+        )
+
+
+def read_failure(folder: Path) -> Failure:
+    """Return what `save_failure` saved in a folder.
+
+    Raises:
+        UserError: there is no failure, or a file of it is missing or damaged.
+    """
+    file = folder / FAILURE
+    if not file.is_file():
+        raise UserError(
+            str(folder),
+            f"holds no failure (no {FAILURE}).",
+            "Give a folder <run>/failures/step_N that a run left behind.",
+        )
+    try:
+        record = json.loads(file.read_text())
+        mini_batch = record["mini_batch"]
+        return Failure(
+            Stage(record["stage"]),
+            record["step"],
+            record["role"],
+            record["quantity"],
+            record["rows"],
+            None if mini_batch is None else MiniBatch(**mini_batch),
+            record["version"],
+            _read_given(folder, record),
+            json.loads((folder / FINDING).read_text())["sentence"] if (folder / FINDING).is_file() else None,
+        )
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(str(file), f"cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read_given(folder: Path, record: dict[str, Any]) -> Given:
+    if (call := record["generate"]) is not None:
+        prompts = [Prompt(one["uid"], one["token_ids"], text="", task=one["task"]) for one in call["prompts"]]
+        return GenerateCall(prompts, SamplingParams(**call["params"]), tuple(call["stream"]))
+    prompts_of: dict[str, Prompt] = {}
+    rollouts: list[Rollout] = []
+    scores: list[Score] = []
+    for row in read_rollouts(folder / ROLLOUTS):
+        own = Prompt(
+            row["uid"], row["prompt_ids"], row["prompt"], row["task"], row["answer"], record["messages"].get(row["uid"])
+        )
+        prompt, length = prompts_of.setdefault(own.uid, own), len(row["response_ids"])
+        rollouts.append(
+            Rollout(
+                prompt,
+                row["sample"],
+                row["response_ids"],
+                list(map(bool, row.get("sampled", [1] * length))),
+                row["rollout_logprobs"],
+                row.get("policy_versions") or [row["policy_version"]] * length,
+                tuple(map(_turn, row["turns"])) if "turns" in row else (Turn(0, length, row["finish_reason"]),),
+                row["finish_reason"],
+                row["response"],
+            )
+        )
+        failure = row["failure"] and RewardFailure(**row["failure"])
+        scores.append(Score(row["reward"], row["reward_parts"], failure))
+    if not (folder / TENSORS).is_file():
+        return rollouts
+    tensors = load_file(folder / TENSORS)
+    kind = TrainBatch if "advantages" in tensors else Experience
+    return kind(rollouts, scores, **tensors)
+
+
+def _turn(record: dict[str, Any]) -> Turn:
+    fields: dict[str, Any] = record | {"tool_calls": tuple(record["tool_calls"])}
+    return Turn(**fields)

@@ -1,0 +1,122 @@
+"""The rollout dump: every sample of a step in one compressed file that opens without model, tokenizer or torch.
+
+The loop writes it after the update's log-probabilities are known; `pellucid rollouts` and the dashboard read it.
+One JSON object a line, one line a sample; the zstd frame carries a checksum, so a torn or altered file is noticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zstandard
+
+from pellucid.errors import UserError
+from pellucid.files.rundir import atomic_open
+from pellucid.types import Rollout, Score
+
+if TYPE_CHECKING:  # the dump opens without torch
+    import torch
+
+
+def write_rollouts(
+    path: Path,
+    rollouts: list[Rollout],
+    scores: list[Score],
+    step: int,
+    *,
+    mask: torch.Tensor | None = None,
+    training_logp: torch.Tensor | None = None,
+    correction_weights: torch.Tensor | None = None,
+    pieces: Callable[[list[int]], list[str]] | None = None,
+) -> None:
+    """Write one step's samples to `path` (`step_000001.jsonl.zst`), atomically.
+
+    Args:
+        path: the file, normally `RunDir.rollouts(step)`.
+        rollouts: the samples.
+        scores: one a sample.
+        step: the step they were sampled in.
+        mask: [B, T] bool, which tokens were trained on; None: all sampled ones of samples that have a reward.
+        training_logp: [B, T] log-probs under the training policy; NaN where it computed none.
+        correction_weights: [B, T] what the policy loss was multiplied by.
+        pieces: turns token ids into one string a token, for people; None leaves `pieces` null in the file.
+    """
+
+    def values(tensor: torch.Tensor | None, row: int) -> list[Any] | None:
+        return None if tensor is None else tensor[row, : len(rollouts[row].token_ids)].tolist()
+
+    compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+    with atomic_open(path) as raw, compressor.stream_writer(raw, closefd=False) as compressed:
+        for row, (rollout, score) in enumerate(zip(rollouts, scores)):
+            trained = values(mask, row)
+            if trained is None:
+                trained = [bool(sampled) and score.failure is None for sampled in rollout.sampled]
+            training = values(training_logp, row)
+            if score.failure is not None or (training is not None and not all(map(math.isfinite, training))):
+                training = None
+            record = _record(rollout, score, step) | {
+                "pieces": pieces(list(rollout.token_ids)) if pieces else None,
+                "mask": [int(kept) for kept in trained],
+                "training_logprobs": training,
+                "correction_weights": values(correction_weights, row),
+            }
+            compressed.write(json.dumps(record, default=str).encode() + b"\n")
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """Return the samples of a dump, in the order written; the keys are those of the file (see `_record`).
+
+    Raises:
+        UserError: the file is missing, truncated or altered.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(str(path), "does not exist.") from error
+    decompressor = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        lines = decompressor.decompress(data)
+        if not decompressor.eof or decompressor.unused_data:
+            raise UserError(str(path), "is truncated or has bytes added to it.", "Read another step.")
+        return [json.loads(line) for line in io.BytesIO(lines)]
+    except (zstandard.ZstdError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(str(path), f"is not a whole rollout dump ({error}).", "Read another step.") from error
+
+
+def sampled_tokens(record: dict[str, Any]) -> list[int]:
+    """Return a sample's mask over its response: 1 where the policy drew the token, 0 where a tool or user gave it."""
+    return record.get("sampled") or [1] * len(record["rollout_logprobs"])
+
+
+def logp_gaps(record: dict[str, Any]) -> list[float] | None:
+    """Return each sampled token's |training − rollout| log-probability, or None when the training ones are missing."""
+    if record["training_logprobs"] is None:
+        return None
+    tokens = zip(record["training_logprobs"], record["rollout_logprobs"], sampled_tokens(record), strict=True)
+    return [abs(training - rollout) for training, rollout, sampled in tokens if sampled]
+
+
+def _record(rollout: Rollout, score: Score, step: int) -> dict[str, Any]:
+    """Return what a sample is by itself; `sampled` and `turns` are there only where tokens were given to it."""
+    prompt = rollout.prompt
+    versions = list(rollout.versions)
+    record = {
+        "step": step, "uid": prompt.uid, "task": prompt.task, "sample": rollout.sample,
+        "prompt": prompt.text, "prompt_ids": prompt.token_ids, "answer": prompt.answer,
+        "response": rollout.text, "response_ids": list(rollout.token_ids),
+        "finish_reason": rollout.finish_reason,
+        "reward": score.reward, "reward_parts": score.parts,
+        "failure": None if score.failure is None else dataclasses.asdict(score.failure),
+        "rollout_logprobs": list(rollout.logprobs),
+        **({"policy_version": versions[0]} if len(set(versions)) == 1 else {"policy_versions": versions}),
+    }  # fmt: skip
+    if rollout.num_sampled < len(rollout.token_ids):
+        record["sampled"] = [int(sampled) for sampled in rollout.sampled]
+        record["turns"] = [dataclasses.asdict(turn) for turn in rollout.turns]
+    return record

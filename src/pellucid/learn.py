@@ -1,0 +1,165 @@
+"""The second half of a step: scored samples in, a new version of the policy out.
+
+    samples ─► experience: old and reference log-probs, values ─► advantages ─► correction ─► critic, actor ─► weights
+
+Each stage is a function from payload to payload. Samples come from `produce.py`; what leaves is the step's metrics and,
+on disk, its rollout dump.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from pellucid.algo.advantages import AdvantageInputs
+from pellucid.algo.aggregation import masked_mean
+from pellucid.algo.catalog import estimator_entry
+from pellucid.algo.correction import correct
+from pellucid.algo.kl import kl_penalty
+from pellucid.files.rollout_dump import write_rollouts
+from pellucid.produce import component_weights
+from pellucid.rollout.requests import WeightUpdate, run_sync
+from pellucid.run import RlRun
+from pellucid.stages import Stage
+from pellucid.step_metrics import policy_gap_metrics, spread, staleness_metrics, warn_of_mismatch
+from pellucid.types import Experience, LogProbs, Samples, TrainBatch
+
+
+def learn(run: RlRun, samples: Samples, step: int) -> dict[str, float]:
+    """Make one new version of the policy from samples, hand it to the rollout engine, and return the metrics.
+
+    Raises:
+        NonFiniteError: NaN or Inf; what it came of is in `failures/` of the run.
+    """
+    experience = compute_experience(run, samples, step)
+    with run.stage(Stage.ADVANTAGE, step):
+        batch, metrics = compute_advantages(run, experience, step)
+    batch, gap = correct_mismatch(run, batch, step)
+    metrics |= staleness_metrics(run, batch)
+    updated, training_logp = update(run, batch, step)
+    metrics |= updated
+    # In one process the native engine reads the actor's own weights and this costs nothing; over ranks it gathers them.
+    with run.stage(Stage.WEIGHT_SYNC, step):
+        run_sync(run.rollout_engine.load_weights(WeightUpdate(run.actor.version)))
+    metrics |= gap or policy_gap_metrics(run, batch, training_logp, step)
+    warn_of_mismatch(run, metrics)
+    if run.config.trainer.dump_rollouts:
+        weights = batch.correction_weights
+        if weights is None and run.corrects:
+            weights = batch.loss_mask.float()  # rejection alone: a token counts or it does not
+        write_rollouts(
+            run.run_dir.rollouts(step),
+            samples.rollouts,
+            samples.scores,
+            step,
+            mask=batch.loss_mask,
+            training_logp=training_logp,
+            correction_weights=weights,
+            pieces=run.token_pieces,
+        )
+    return metrics
+
+
+def compute_experience(run: RlRun, samples: Samples, step: int) -> Experience:
+    """Run the models that advantages and losses need forward: old policy, reference, critic."""
+    algorithm, num_samples = run.config.algorithm, len(samples)
+    penalised = algorithm.use_kl_in_reward
+    old = ref_logp = values = None
+    if algorithm.bypass_mode:
+        old = LogProbs(samples.rollout_logp)
+    elif run.needs_old_log_probs:
+        exact_kl = penalised and algorithm.kl_penalty == "full"
+        with run.stage(Stage.ACTOR_COMPUTE_LOG_PROB, step, num_samples, samples) as advance:
+            old = run.actor.compute_log_probs(samples, on_done=advance, exact_kl=exact_kl)
+    if run.reference is not None and run.config.samples_kl:
+        with run.stage(Stage.REF_COMPUTE_LOG_PROB, step, num_samples, samples) as advance:
+            ref_logp = run.reference.compute_log_probs(samples, on_done=advance)
+    if run.critic is not None:
+        with run.stage(Stage.COMPUTE_VALUES, step, num_samples, samples) as advance:
+            values = run.critic.compute_values(samples, on_done=advance)
+    reward_kl = None
+    if penalised and old is not None:
+        reward_kl = kl_penalty(old.logp, ref_logp, algorithm.kl_penalty, full_kl=old.exact_kl)
+        reward_kl = reward_kl.masked_fill(~samples.mask, 0.0)
+    return Experience(
+        **vars(samples),
+        old_logp=None if old is None else old.logp,
+        ref_logp=ref_logp,
+        reward_kl=reward_kl,
+        values=values,
+    )
+
+
+def compute_advantages(run: RlRun, experience: Experience, step: int) -> tuple[TrainBatch, dict[str, float]]:
+    """Subtract the KL penalty from the rewards where asked for, and return advantages and returns with their
+    metrics.
+    """
+    algorithm, metrics, rewards = run.config.algorithm, {}, experience.token_rewards
+    mask, values = experience.mask, experience.values
+    if experience.reward_kl is not None:
+        rewards = rewards - run.kl_control.coef * experience.reward_kl
+        mean_kl = float(masked_mean(experience.reward_kl, mask))
+        metrics = {"actor/reward_kl_penalty": mean_kl, "actor/kl_coef": run.kl_control.coef}
+        if step > run.config.trainer.critic_warmup:  # until then the policy rests, and its KL of 0 says nothing
+            run.kl_control.update(mean_kl, len(experience))
+    inputs = AdvantageInputs(
+        token_rewards=rewards,
+        mask=mask,
+        group=experience.group,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+    )
+    tensors = {
+        "values": values,
+        "greedy_scores": experience.greedy_scores,
+        "reward_components": experience.reward_components,
+        "component_weights": component_weights(run, experience),
+    }
+    arguments = estimator_entry(algorithm.adv_estimator).arguments
+    advantages, returns = run.estimator(inputs, **{name: tensors[name] for name in arguments})
+    totals = (rewards * mask).sum(dim=1)[mask.any(dim=1)]
+    metrics |= spread("critic/rewards", totals)
+    metrics |= spread("critic/advantages", advantages[mask]) | spread("critic/returns", returns[mask])
+    if values is not None:
+        metrics |= spread("critic/values", values[mask])
+    return TrainBatch(**vars(experience), advantages=advantages, returns=returns, loss_mask=mask), metrics
+
+
+def correct_mismatch(run: RlRun, batch: TrainBatch, step: int) -> tuple[TrainBatch, dict[str, float]]:
+    """Return the batch with what corrects for the rollout policy, weights and rejected tokens, and `mismatch/*`
+    metrics.
+
+    Only where something is applied: what is merely measured waits for the update, whose forward pass then supplies the
+    training policy's log-probs. In bypass mode the ratio is known only inside the update, and the actor applies it
+    there.
+    """
+    if not run.corrects or batch.old_logp is None:
+        return batch, {}
+    with run.stage(Stage.CORRECTION, step):
+        correction = correct(batch.old_logp, batch.rollout_logp, batch.mask, run.config.algorithm)
+    weights = correction.weights if run.config.algorithm.rollout_is else None
+    # After the advantages: a rejected sample trains nothing, yet its reward is part of what the others are compared
+    # with.
+    return replace(batch, correction_weights=weights, loss_mask=correction.mask), correction.metrics
+
+
+def update(run: RlRun, batch: TrainBatch, step: int) -> tuple[dict[str, float], torch.Tensor | None]:
+    """Update the critic and, once it is warm, the actor.
+
+    Returns:
+        The metrics, and the [B, T] log-probs of the policy before the update, None where nothing computed them.
+
+    Raises:
+        NonFiniteError: NaN or Inf; the batch is saved.
+    """
+    metrics: dict[str, float] = {}
+    if run.critic is not None and batch.values is not None:
+        num_samples = len(batch) * run.config.critic.ppo_epochs
+        with run.stage(Stage.CRITIC_UPDATE, step, num_samples, batch) as advance:
+            metrics |= run.critic.update(batch, batch.values, step=step, on_done=advance)
+    if step <= run.config.trainer.critic_warmup:
+        return metrics, None if run.config.algorithm.bypass_mode else batch.old_logp
+    num_samples = len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs
+    with run.stage(Stage.ACTOR_UPDATE, step, num_samples, batch) as advance:
+        updated = run.actor.update(batch, step=step, on_done=advance)
+    return metrics | updated.metrics, updated.training_logp

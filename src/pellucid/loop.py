@@ -1,0 +1,71 @@
+"""The training loop: the whole of a run, from the first validation to the last checkpoint.
+
+              produce                                            learn
+    prompts ─► rollout engine ─► rewards ── samples ──► log-probs, values ─► advantages ─► correction ─► updates
+                    ▲                                                                                       │
+                    └───────────────────────── weights of the new version ◄─────────────────────────────────┘
+
+The schedule is `sync`: `learn` waits for the samples of `produce`, the next `produce` for the weights of `learn`, so
+nothing is sampled from weights older than the last update. `run.py` makes the `Run` that this file drives; what a job's
+parts do is in `produce.py`, `learn.py` and `validation.py` for reinforcement learning, in `sft.py` for supervised
+fine-tuning.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pellucid.console import console
+from pellucid.interrupt import StopRequested, stop_on_signals
+from pellucid.run import Run
+from pellucid.run_state import is_due, save_checkpoint, saves_finished
+from pellucid.stages import Stage
+from pellucid.step_metrics import speed_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a run does in a step; each function gets the run and the step."""
+
+    produce: Callable[[Any, int], tuple[Any, dict[str, float]]]
+    """Makes what a step learns from, and metrics, with `perf/total_num_tokens`."""
+    learn: Callable[[Any, Any, int], dict[str, float]]
+    """Makes a new version of the policy from that, and metrics."""
+    validate: Callable[[Any, int], dict[str, float]]
+    """Returns the metrics of the held-out rows."""
+
+
+def train(run: Run, job: Job) -> None:
+    """Train from `run.first_step` to `run.total_steps`.
+
+    Raises:
+        StopRequested: Ctrl-C or SIGTERM; the step in hand was finished and its checkpoint written first.
+        NonFiniteError: NaN or Inf in an update; the batch was saved.
+    """
+    trainer = run.config.trainer
+    with stop_on_signals() as stop, run.display, saves_finished(run):
+        if run.first_step == 1 and trainer.val_before_train and run.val_prompts:
+            run.log(0, job.validate(run, 0) | run.spans.step_timings())
+        for step in range(run.first_step, run.total_steps + 1):
+            epoch = run.loader.epoch
+            with run.profiler.step(step):
+                payload, metrics = job.produce(run, step)
+                metrics |= job.learn(run, payload, step)
+            metrics |= {"training/global_step": step, "training/epoch": epoch}
+            last = step == run.total_steps
+            if run.val_prompts and (last or is_due(step, trainer.test_freq)):
+                metrics |= job.validate(run, step)
+            # The line goes out before the checkpoint: a kill in between repeats the step and its line, and loses
+            # neither.
+            run.log(step, metrics | speed_metrics(run, metrics["perf/total_num_tokens"]))
+            stopping = stop.requested
+            if last or stopping or is_due(step, trainer.save_freq):
+                with run.stage(Stage.SAVE_CHECKPOINT, step):
+                    save_checkpoint(run, step)
+            if stopping and not last:
+                console.print(
+                    f"stopped after step {step}; checkpoint written. {run.total_steps - step} steps remain: "
+                    "start the same command again to continue.",
+                    markup=False,
+                )
+                raise StopRequested(stop.signal_number)

@@ -1,0 +1,133 @@
+"""What a run shows while it trains: one compact line a finished step and, on a terminal, live progress with time left.
+
+The loop opens a `StepDisplay`, encloses each stage and hands over each step's metrics; where standard output is not a
+terminal (CI logs, files) only the lines of finished steps are printed. The watchdog hears of progress from here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from rich.progress import Progress, TaskID
+
+from pellucid.console import console, progress
+
+_LINE: list[tuple[str, str, str]] = [
+    ("val loss", "val/loss", ".4f"),
+    ("reward", "critic/score/mean", ".3f"),
+    ("loss", "actor/pg_loss", "+.4f"),
+    ("loss", "train/loss", ".4f"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("kl", "actor/kl_loss", ".2e"),
+    ("kl in reward", "actor/reward_kl_penalty", ".2e"),
+    ("value var", "critic/vf_explained_var", ".2f"),
+    ("gap", "mismatch/logp_max_abs_diff", ".1e"),
+    ("len", "response_length/mean", ".1f"),
+    ("tok/s", "perf/throughput", ".0f"),
+    ("s/step", "timing_s/step", ".2f"),
+]
+
+
+class StageBeats(Protocol):
+    """Hears of one stage's progress."""
+
+    def beat(self, num_done: int = 0) -> None:
+        """Note that the stage is at work and has finished `num_done` units."""
+        ...
+
+
+WatchStage = Callable[[str, int | None, int], AbstractContextManager[StageBeats]]
+"""Takes a stage's name, number of units (None: not counted) and the last finished step; gives a watched context."""
+
+
+class _NotWatched:
+    def beat(self, num_done: int = 0) -> None:
+        return
+
+
+class StepDisplay:
+    """Progress over the steps of a run and over the stages under way; use as a context manager."""
+
+    def __init__(self, total_steps: int, first_step: int = 0, watch: WatchStage | None = None) -> None:
+        """Show `total_steps` of which `first_step` were done before this process began; `watch` hears of each stage."""
+        self._total, self._first, self._began = total_steps, first_step, time.monotonic()
+        self._last_step = first_step
+        self._watch: WatchStage = watch or (lambda name, total, last_step: nullcontext(_NotWatched()))
+        self._progress: Progress | None = None
+        self._steps_bar = TaskID(0)
+        self._idle_bars: list[TaskID] = []
+        if console.is_terminal:
+            self._progress = progress(transient=True)
+            self._progress.speed_estimate_period = 3600.0
+            self._steps_bar = self._progress.add_task("steps", total=total_steps, completed=first_step, info="")
+
+    def __enter__(self) -> StepDisplay:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None, info: str = "") -> Iterator[Callable[[int], None]]:
+        """Enclose a stage of `total` units, which may run beside others, and give `advance(n)`.
+
+        `advance(0)` notes that the stage is at work though no unit is finished.
+        """
+        bar, done = self._progress, 0
+        task = TaskID(0)
+        if bar is not None:
+            task = self._idle_bars.pop() if self._idle_bars else bar.add_task("", total=None, info="", visible=False)
+            bar.reset(task, total=total, description=f"  {name}", visible=True, info=info)
+
+        with self._watch(name, total, self._last_step) as watched:
+
+            def advance(count: int) -> None:
+                nonlocal done
+                done += count
+                watched.beat(done)
+                if bar is not None and count:
+                    bar.advance(task, count)
+
+            try:
+                yield advance
+            finally:
+                if bar is not None:
+                    bar.update(task, visible=False)
+                    self._idle_bars.append(task)
+
+    def finish_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Print the finished step's line and move the run's bar."""
+        self._last_step = step
+        done = step - self._first
+        left_s = (time.monotonic() - self._began) / done * (self._total - step) if done > 0 else None
+        console.print(step_line(step, self._total, metrics, left_s), markup=False, soft_wrap=True)
+        if self._progress:
+            self._progress.update(self._steps_bar, completed=step)
+
+
+def step_line(step: int, total_steps: int, metrics: dict[str, float], left_s: float | None = None) -> str:
+    """Return the line of one step: whatever the metrics hold of validation, reward, loss, gaps, length and speed."""
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    for name, value in metrics.items():
+        if name.startswith("val/") and name.endswith("/accuracy"):
+            parts.append(f"val {name[4:].removesuffix('/accuracy')} {value:.1%}")
+        # A reward model alone knows no right or wrong.
+        elif name.startswith("val/") and name.endswith("/reward") and name[:-6] + "accuracy" not in metrics:
+            parts.append(f"val reward {name[4:].removesuffix('/reward')} {value:.3f}")
+    parts += [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
+    if left_s is not None and step < total_steps:
+        parts.append(f"left {format_duration(left_s)}")
+    return "  ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """Return h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,486 @@
+"""Profiling of a run: from the config to each process's request, and from what the processes wrote to the manifest.
+
+The loop encloses each step in `RunProfiler.step`; `finish` ends it all, once the processes are gone and their files in
+place.
+"""
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from pellucid.config.schema import RunConfig
+from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig
+from pellucid.console import console, error_console, notice
+from pellucid.errors import UserError
+from pellucid.observe.manifest import (
+    JOURNALS,
+    MANIFEST,
+    Journal,
+    Manifest,
+    ProfileFailure,
+    manifest_folder,
+    read_journals,
+)
+from pellucid.observe.process import WRITE, ProcessProfiler, ProfilerError, megabytes
+from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.tools import ToolSettings, tool_class
+from pellucid.observe.tools.base import free_path
+from pellucid.observe.window import Window
+from pellucid.stages import Stage, Unit, stages_of
+
+PRECISION_DEBUGGER = "precision_debugger"
+POOL = "policy"
+"""What captures of whole steps are called after where one process holds all roles; under Ray, the policy's pool."""
+
+
+def save_folder(save_path: str | None, run_dir: Path) -> Path:
+    """Return where captures go."""
+    return Path(save_path).absolute() if save_path else manifest_folder(run_dir)
+
+
+def rank_request(
+    config: RunConfig, run_dir: Path, *, pool: str, roles: Collection[str], rank: int, num_ranks: int, device: str
+) -> ProcessRequest | None:
+    """Return what a rank is asked to capture; None when that is nothing."""
+    chosen = _role_requests(config, run_dir, roles, rank)
+    return _request(config, run_dir, f"{pool}_rank_{rank}", pool, rank, num_ranks, chosen, device)
+
+
+def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str], device: str) -> ProcessRequest | None:
+    """Return what the controller's process, in which `roles` live, is asked to capture; None when that is nothing."""
+    profiler, chosen = config.global_profiler, _role_requests(config, run_dir, roles, 0)
+    wanted = profiler.controller
+    if wanted is None:
+        wanted = profiler.tool == "nsys" and not roles
+    if wanted and profiler.tool not in (None, PRECISION_DEBUGGER):  # the controller's own stages run no model
+        discrete = any(section.captures_stages for section in config.profilers.values() if section.collects)
+        discrete &= profiler.tool != "nsys" or bool(roles)  # nsys records a process of its own from start to end
+        chosen["controller"] = RoleRequest(profiler.tool, save_folder(profiler.save_path, run_dir), discrete)
+    return _request(config, run_dir, "controller", POOL if roles else "controller", 0, 1, chosen, device)
+
+
+def _request(
+    config: RunConfig,
+    run_dir: Path,
+    process: str,
+    group: str,
+    rank: int,
+    num_ranks: int,
+    roles: dict[str, RoleRequest],
+    device: str,
+) -> ProcessRequest | None:
+    profiler = config.global_profiler
+    if not profiler.steps or not roles:
+        return None
+    return ProcessRequest(
+        process=process,
+        group=group,
+        rank=rank,
+        num_ranks=num_ranks,
+        steps=frozenset(profiler.steps),
+        roles=roles,
+        journal=manifest_folder(run_dir) / JOURNALS,
+        device=device,
+        continuous=profiler.profile_continuous_steps,
+        max_bytes=profiler.max_bytes,
+        strict=is_strict(config, {role.tool for role in roles.values()}),
+        global_options=profiler.global_tool_config,
+    )
+
+
+def is_strict(config: RunConfig, tools: Collection[str | None]) -> bool:
+    """Return whether a failure of these tools ends the run."""
+    profiler = config.global_profiler
+    return profiler.strict or (PRECISION_DEBUGGER in tools and profiler.global_tool_config.precision_debugger.strict)
+
+
+def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], rank: int) -> dict[str, RoleRequest]:
+    """Return what is captured of each of a process's roles; roles of which nothing is are left out."""
+    requests = {}
+    for name in roles:
+        section = config.profilers[name]
+        selected = section.enable and (section.all_ranks or rank in section.ranks)
+        windows = _windows(name, section)
+        # A schedule without a stage of this role, as one that follows the actor may have, captures nothing of it.
+        if selected and section.tool is not None and (windows or section.discrete or not section.captures_stages):
+            folder = save_folder(section.save_path, run_dir)
+            if (stages := _stages(config, name, section)) != frozenset():
+                requests[name] = RoleRequest(
+                    section.tool, folder, section.discrete, windows, section.tool_config, stages
+                )
+    return requests
+
+
+def _stages(config: RunConfig, role: str, section: ProfilerConfig) -> frozenset[Stage] | None:
+    """Return which of a role's stages its tool captures; None: all."""
+    if section.tool != PRECISION_DEBUGGER:
+        return None
+    options = config.global_profiler.global_tool_config.precision_debugger
+    return frozenset(stage for stage in stages_of(role) if options.covers(stage))
+
+
+def _windows(role: str, section: ProfilerConfig) -> dict[Stage, Window]:
+    """Return the stages of a role that are sampled, with their windows."""
+    schedule, torch = section.schedule, section.tool_config.torch
+    if section.has_torch_window and role in ("actor", "critic"):
+        active = None if torch.step_end is None else torch.step_end - torch.step_start
+        update = Stage.ACTOR_UPDATE if role == "actor" else Stage.CRITIC_UPDATE
+        return {update: Window(Unit.MINI_BATCH, skip_first=torch.step_start, active=active)}
+    window = Window(
+        Unit(schedule.unit), schedule.skip_first, schedule.wait, schedule.warmup, schedule.active, schedule.repeat
+    )
+    return {stage: window for stage in stages_of(role) if stage in schedule.stages}
+
+
+def check_tools(config: RunConfig) -> tuple[RunConfig, list[ProfileFailure]]:
+    """Check, before a model is loaded, that the tools asked for work here; without those that do not the run goes on.
+
+    Returns:
+        The config, profiling switched off for roles whose tool does not work, and why, for `record_failures`.
+
+    Raises:
+        UserError: one does not work, and `global_profiler.strict` is set or it is the precision debugger, whose
+            captures are what a run that asks for them is for.
+    """
+    profiler, failures = config.global_profiler, list[ProfileFailure]()
+    if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
+        return config, failures
+    unusable = unusable_tools(config)
+    tools = {config.profilers[name].tool for name in unusable}
+    if unusable and (PRECISION_DEBUGGER in tools or is_strict(config, tools)):
+        raise next(iter(unusable.values()))
+    for why in dict.fromkeys(map(str, unusable.values())):
+        roles = [name for name, error in unusable.items() if str(error) == why]
+        notice(f"NO PROFILING of {', '.join(roles)}: {why} The run goes on without it.", style="bold red")
+    for name, error in unusable.items():
+        tool = config.profilers[name].tool or ""
+        failures.append(ProfileFailure(str(error), min(profiler.steps), None, name, 0, tool, "controller", final=True))
+        config = _without(config, f"{PROFILED_SECTIONS[name]}.profiler")
+    return config, failures
+
+
+def unusable_tools(config: RunConfig) -> dict[str, UserError]:
+    """Return why the tool of a role that is to be captured does not work on this machine, for each such role."""
+    from pellucid import devices  # brings torch, which what only reads requests does without
+
+    device, found = devices.choose_device(config.trainer.device).type, dict[str, UserError]()
+    for name, section in config.profilers.items():
+        if not section.collects or section.tool is None:
+            continue
+        settings = ToolSettings(section.tool_config, config.global_profiler.global_tool_config, device)
+        try:
+            tool_class(section.tool).check(settings)
+        except UserError as error:
+            found[name] = error
+    return found
+
+
+def record_failures(run_dir: Path, failures: list[ProfileFailure]) -> None:
+    """Write down, for the manifest, what kept a tool from being used at all."""
+    for failure in failures:
+        Journal(manifest_folder(run_dir) / JOURNALS, failure.process).add(failure)
+
+
+def _without(section: Any, path: str) -> Any:
+    """Return a section with profiling switched off for the role whose settings are at `path` below it."""
+    name, _, rest = path.partition(".")
+    if not name:
+        return dataclasses.replace(section, enable=False)
+    return dataclasses.replace(section, **{name: _without(vars(section)[name], rest)})
+
+
+class Ranks(Protocol):
+    """The processes beside the controller's own that may be asked for captures."""
+
+    profile_requests: list[ProcessRequest]
+
+    def begin_profiled_step(self, step: int) -> None:
+        """Let the ranks that are asked for captures begin."""
+        ...
+
+    def end_profiled_step(self, step: int, *, last: bool) -> None:
+        """Let them write their captures, as far as they are alive; after the `last` step also what the next would
+        share.
+        """
+        ...
+
+
+class RunProfiler:
+    """Profiling as the loop sees it.
+
+    Args:
+        config: the run's.
+        run_dir: the run's folder.
+        process: the profiler of the controller's own process.
+        ranks: the other processes.
+        first_step: the first step of this start of the run.
+        total_steps: the run's last step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        process: ProcessProfiler,
+        ranks: Ranks,
+        first_step: int,
+        total_steps: int,
+    ) -> None:
+        self._config, self._ranks, self._total_steps = config, ranks, total_steps
+        self.process = process
+        self.folder = manifest_folder(run_dir)
+        own = [] if process.request is None else [process.request]
+        self._requests = [*own, *ranks.profile_requests]
+        asked = set(config.global_profiler.steps or ()) if self._requests else set[int]()
+        self._steps = {step for step in asked if first_step <= step <= total_steps}
+        self._unwritten: list[tuple[int, set[Stage]]] = []
+        """Steps whose captures are not written yet, and the stages that ran in them."""
+        earlier = earlier_manifest(self.folder)
+        self._said = {str(failure) for failure in earlier.failures}
+        late = sorted(step for step in asked if step > total_steps)
+        if late and config.trainer.total_training_steps is None:  # else it was said when the config was checked
+            notice(f"global_profiler.steps: {late} will not be profiled: the run ends with step {total_steps}.")
+        if early := sorted(step for step in asked if step < first_step and step not in earlier.profiled):
+            notice(f"global_profiler.steps: {early} will not be profiled: the run goes on from step {first_step}.")
+        if self._requests:
+            _say_where(self._requests)
+            _say_left_out(config, self._requests)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Enclose a step: what is captured in it is written, and the manifest brought up to date, however the block
+        ends.
+
+        Raises:
+            ProfilerError: a capture failed, and `global_profiler.strict` is set.
+        """
+        process = self.process
+        if step not in self._steps:
+            with process.spans.span("step", step=step):
+                yield
+            return
+        with ExitStack() as ending:
+            ending.push(lambda kind, error, trace: self._end(step, failed=kind is not None))
+            self._ranks.begin_profiled_step(step)
+            process.begin_step(step)
+            with process.spans.span("step", step=step):
+                yield
+
+    def _end(self, step: int, *, failed: bool) -> None:
+        """Write what was captured of a step; each part of it is tried, whatever happens in the others."""
+        goes_on = self._config.global_profiler.profile_continuous_steps and step + 1 in self._steps
+        last = failed or not goes_on
+        self._unwritten.append((step, self.process.take_ran(step)))
+        with ExitStack() as parts, self.process.spans.detail(WRITE, step=step):
+            if last:
+                parts.callback(self.write_manifest, failed=failed)
+            parts.callback(self._ranks.end_profiled_step, step, last=last)
+            parts.callback(self.process.end_step, step, last=last)
+
+    def write_manifest(self, *, failed: bool = False) -> None:
+        """Write the manifest, and say what is new in it: files and sizes, and what went wrong.
+
+        Raises:
+            ProfilerError: something is missing, and `global_profiler.strict` is set; not where the step has `failed`
+                anyhow.
+        """
+        done, self._unwritten = self._unwritten, []
+        steps = {step for step, _ in done}
+        manifest = make_manifest(self._config, self.folder, steps)
+        missing = [] if failed else list(self._missing(done, manifest))
+        manifest.failures += missing
+        manifest.complete = manifest.complete and not missing
+        path = _write(manifest, self.folder)
+        for failure in manifest.failures:
+            if str(failure) not in self._said and (failure.process != "controller" or failure.missing):
+                what = f"profiling: {failure.process}, step {failure.step}: {failure.reason}"
+                error_console.print(what, style="red", markup=False)  # the controller's own were said at once
+            self._said.add(str(failure))
+        new = [file for file in manifest.files if file.step in steps]
+        if new:
+            size = sum(file.bytes or 0 for file in new)
+            left = [step for step in self._steps if step > max(steps)]
+            more = f"; the {len(left)} to come take about {megabytes(size * len(left))} more" if left and size else ""
+            if late := sum(file.bytes is None for file in new):
+                more += f"; {late} are written when the run is over"
+            console.print(
+                f"profiled step {', '.join(map(str, sorted(steps)))}: {len(new)} files, {megabytes(size)}{more} "
+                f"({path})",
+                markup=False,
+                soft_wrap=True,
+            )
+        if missing and self._config.global_profiler.strict:
+            raise ProfilerError(f"{missing[0].reason} (global_profiler.strict ends the run)")
+
+    def _missing(self, done: list[tuple[int, set[Stage]]], manifest: Manifest) -> Iterator[ProfileFailure]:
+        """Yield a failure for each capture that was asked for, gave no file, and left no word why."""
+        there = {(file.process, file.step, file.stage) for file in manifest.files}
+        there |= {(failure.process, failure.step, failure.stage) for failure in manifest.failures}
+        ended = {(failure.process, failure.tool) for failure in manifest.failures if failure.final}
+        for number, (step, ran) in enumerate(done):
+            for request in self._requests:
+                for name, stage, role in _wanted(request, ran, shared=number > 0 and request.continuous):
+                    if (request.process, step, stage) in there or (request.process, role.tool) in ended:
+                        continue
+                    if stage is None or stage in ran:
+                        reason = f"no file of {stage or 'the step'}: the process ended before it was written"
+                    else:
+                        why = _WHY_NOT.get(stage, "")
+                        reason = f"no file of {stage}: the stage did not run in this step. {why}".rstrip()
+                    yield ProfileFailure(
+                        reason, step, stage, name, request.rank, role.tool, request.process, missing=True
+                    )
+
+
+_WHY_NOT = {
+    Stage.ACTOR_COMPUTE_LOG_PROB: (
+        "With one mini-batch and one epoch the update's own forward pass gives the old log-probs."
+    ),
+    Stage.ACTOR_UPDATE: "The policy rests during trainer.critic_warmup.",
+}
+
+
+def _wanted(
+    request: ProcessRequest, ran: Collection[Stage], *, shared: bool
+) -> Iterator[tuple[str, Stage | None, RoleRequest]]:
+    """Yield what a process is to capture of a step: role, stage (None: the step) and request.
+
+    Stages that a schedule names are wanted whether they `ran` or not. `shared`: an earlier step's capture holds this
+    one, too.
+    """
+    if (whole := request.whole_step) is not None and not shared:
+        yield request.group, None, whole
+    for name, role in request.roles.items():
+        for stage in stages_of(name):
+            if role.captures(stage) and (stage in role.windows or stage in ran):
+                yield name, stage, role
+
+
+def earlier_manifest(folder: Path) -> Manifest:
+    """Return the manifest of earlier starts of the run; one that cannot be read is moved aside."""
+    try:
+        return Manifest.read(folder)
+    except ValueError as error:
+        aside = free_path(folder / f"{MANIFEST}.unreadable")
+        (folder / MANIFEST).replace(aside)
+        notice(f"profiling: the earlier manifest cannot be read ({error}); it is now {aside}", style="red")
+        return Manifest()
+
+
+def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) -> Manifest:
+    """Return the manifest of what the journals hold, with earlier starts of the run and the steps `profiled` since."""
+    before = earlier_manifest(folder)
+    files, failures = read_journals(folder / JOURNALS)
+    requested = sorted(set(config.global_profiler.steps or ()))
+    steps = sorted({*before.profiled, *profiled})
+    here = socket.gethostname()
+    kept = [file for file in files if file.bytes is None or file.host != here or (folder / file.path).exists()]
+    # What only the controller noticed is in no journal; it no longer holds for steps that were run again.
+    failures += [failure for failure in before.failures if failure.missing and failure.step not in profiled]
+    complete = set(requested) <= set(steps) and not failures and all(file.bytes is not None for file in kept)
+    request: dict[str, object] = {"global_profiler": dataclasses.asdict(config.global_profiler)}
+    request |= {name: dataclasses.asdict(section) for name, section in config.profilers.items() if section.enable}
+    return Manifest(request, requested, steps, kept, failures, complete)
+
+
+def _write(manifest: Manifest, folder: Path) -> Path:
+    """Write a manifest and return its path; that it cannot be written is said."""
+    try:
+        return manifest.write(folder)
+    except OSError as error:
+        notice(f"profiling: the manifest cannot be written ({error})", style="red")
+        return folder / MANIFEST
+
+
+def finish(config: RunConfig, run_dir: Path, *, since: float) -> None:
+    """Write the last manifest and run the user's hook, once all processes have ended and their files are in place.
+
+    Args:
+        config: the run's.
+        run_dir: the run's folder.
+        since: when this start of the run began, in seconds since 1970; the hook runs if it has captured something.
+    """
+    folder = manifest_folder(run_dir)
+    if not config.global_profiler.steps or config.trainer.val_only:
+        return
+    manifest = make_manifest(config, folder, ())
+    path = _write(manifest, folder)
+    if never := sorted(set(manifest.requested) - set(manifest.profiled)):
+        notice(f"profiling: step {', '.join(map(str, never))} never came; profiled: {manifest.profiled or 'none'}")
+    if unwritten := [file.path for file in manifest.files if file.bytes is None]:
+        notice(f"profiling: these files were never written: {', '.join(unwritten)}", style="red")
+    if manifest.files:
+        has_numbers = any(file.tool == PRECISION_DEBUGGER for file in manifest.files)
+        reader = "precision" if has_numbers else "profile"
+        console.print(f"profile: {path}\n  pellucid {reader} report {run_dir}", markup=False, soft_wrap=True)
+    command = config.global_profiler.finish_hook_cmd
+    if command is not None and any(file.started_at >= since for file in manifest.files):
+        saved = save_folder(config.global_profiler.save_path, run_dir)
+        _run_hook(command, config.global_profiler.finish_hook_timeout_s, run_dir, saved, path)
+
+
+def _run_hook(command: str, timeout_s: float, run_dir: Path, folder: Path, manifest: Path) -> None:
+    """Run the user's command; that it fails is said and changes nothing."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment |= {
+        "PELLUCID_RUN_DIR": str(run_dir.absolute()),
+        "PELLUCID_PROFILE_DIR": str(folder),
+        "PELLUCID_MANIFEST": str(manifest),
+    }
+    try:
+        # In a session of its own, so that what the command has started ends with it.
+        hook = subprocess.Popen(command, shell=True, env=environment, stdout=sys.stderr, start_new_session=True)
+    except OSError as error:
+        notice(f"global_profiler.finish_hook_cmd cannot be run ({error}): {command}", style="red")
+        return
+    try:
+        status = hook.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(hook.pid, signal.SIGKILL)
+        hook.wait()
+        notice(f"global_profiler.finish_hook_cmd was ended after {timeout_s:g} s: {command}", style="red")
+        return
+    if status:
+        notice(f"global_profiler.finish_hook_cmd ended with status {status}: {command}", style="red")
+
+
+def _say_where(requests: list[ProcessRequest]) -> None:
+    steps = sorted(requests[0].steps)
+    folders = ", ".join(dict.fromkeys(str(role.folder) for request in requests for role in request.roles.values()))
+    parts = []
+    for request in requests:
+        tools = ", ".join(dict.fromkeys(role.tool for role in request.roles.values()))
+        parts.append(f"{request.process} ({', '.join(request.roles)}; {tools}; {_mode(request)})")
+    console.print(f"profiling steps {steps} of {'; '.join(parts)} into {folders}", markup=False, soft_wrap=True)
+
+
+def _mode(request: ProcessRequest) -> str:
+    """Return what a process's captures are of."""
+    windows = [
+        f"{window.active or 'all'} {window.unit} of {stage}"
+        for role in request.roles.values()
+        for stage, window in role.windows.items()
+    ]
+    whole = ["whole steps"] if request.whole_step is not None else []
+    stages = ["whole stages"] if any(role.discrete for role in request.roles.values()) else []
+    return ", ".join(whole + stages + windows)
+
+
+def _say_left_out(config: RunConfig, requests: list[ProcessRequest]) -> None:
+    """Say which roles with settings of their own are not captured anywhere, because what they follow names none of
+    their stages.
+    """
+    captured = {name for request in requests for name in request.roles}
+    for name, section in config.profilers.items():
+        if section.collects and name not in captured and section != config.actor_rollout_ref.actor.profiler:
+            key = f"{PROFILED_SECTIONS[name]}.profiler"
+            notice(
+                f"{key}: nothing of {name} is captured: its schedule names no stage of it, or the run has no such role."
+            )

@@ -1,0 +1,178 @@
+"""What profiling wrote and what it did not: each process's journal, and the manifest that is made of them all.
+
+A process appends to its own journal as soon as a file is there, so that nothing is lost with it; the controller reads
+them all and writes `manifest.json` after every profiled step.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pellucid.files.rundir import atomic_write
+
+JOURNALS, MANIFEST, VERSION = ".journals", "manifest.json", 1
+
+
+@dataclass(slots=True)
+class ProfileFile:
+    """A file that a capture wrote."""
+
+    path: str
+    """Below the manifest's folder, or absolute."""
+    bytes: int | None
+    """None: another process writes it, and has not finished."""
+    tool: str
+    role: str
+    stage: str | None
+    """None: the whole step."""
+    step: int
+    rank: int
+    num_ranks: int
+    pid: int
+    process: str
+    host: str = ""
+    """Machine that wrote it; another's may be out of this one's sight."""
+    call: int = 1
+    """Which run of the stage within the step."""
+    window: int = 1
+    """Cycle of the schedule."""
+    units: dict[str, Any] | None = None
+    """`{unit, first, count, of}` of a capture of some units; `of` is how many the stage has."""
+    started_at: float = 0.0
+    """Seconds since 1970."""
+    duration_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ProfileFailure:
+    """A capture that gave no file, or less than was asked for."""
+
+    reason: str
+    step: int
+    stage: str | None
+    role: str
+    rank: int
+    tool: str
+    process: str
+    final: bool = False
+    """Nothing more is captured with this tool, or in this process."""
+    missing: bool = False
+    """The process said nothing: the controller found no file."""
+
+
+@dataclass(slots=True)
+class Manifest:
+    """All that profiling wrote in a run."""
+
+    request: dict[str, Any] = field(default_factory=dict)
+    """The config's profiler sections."""
+    requested: list[int] = field(default_factory=list)
+    profiled: list[int] = field(default_factory=list)
+    """Steps that were run with profiling on."""
+    files: list[ProfileFile] = field(default_factory=list)
+    failures: list[ProfileFailure] = field(default_factory=list)
+    complete: bool = False
+    """Whether every step asked for was profiled, every file is in place, and nothing failed."""
+
+    def write(self, folder: Path) -> Path:
+        """Write `manifest.json` and return its path."""
+        content = {
+            "version": VERSION,
+            "request": self.request,
+            "steps": {"requested": self.requested, "profiled": self.profiled},
+            "files": [asdict(file) for file in self.files],
+            "failures": [asdict(failure) for failure in self.failures],
+            "complete": self.complete,
+        }
+        atomic_write(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+        return folder / MANIFEST
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of a folder; an empty one where there is none.
+
+        Raises:
+            ValueError: it is no manifest, or one of another version.
+        """
+        path = folder / MANIFEST
+        if not path.exists():
+            return cls()
+        content = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']}, and {VERSION} is read")
+            return cls(
+                content["request"],
+                content["steps"]["requested"],
+                content["steps"]["profiled"],
+                [ProfileFile(**file) for file in content["files"]],
+                [ProfileFailure(**failure) for failure in content["failures"]],
+                content["complete"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+class Journal:
+    """What one process has written, a line each, on disk as soon as it is known."""
+
+    def __init__(self, folder: Path, process: str) -> None:
+        self._path = folder / f"{process}.jsonl"
+
+    def add(self, entry: ProfileFile | ProfileFailure) -> None:
+        """Append an entry."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kind = "file" if isinstance(entry, ProfileFile) else "failure"
+        line = json.dumps({kind: asdict(entry)}) + "\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+def read_journals(folder: Path) -> tuple[list[ProfileFile], list[ProfileFailure]]:
+    """Return what all processes have written down; of entries for one path the last counts. Half a line is left out."""
+    files: dict[str, ProfileFile] = {}
+    failures: list[ProfileFailure] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                [(kind, values)] = json.loads(line).items()
+                entry = (ProfileFile if kind == "file" else ProfileFailure)(**values)
+            except (
+                ValueError,
+                TypeError,
+                AttributeError,
+            ):  # the process was killed while it wrote, or is of another version
+                continue
+            if isinstance(entry, ProfileFile):
+                files[entry.path] = entry
+            else:
+                failures.append(entry)
+    order = sorted(files.values(), key=lambda file: (file.step, file.started_at))
+    return order, failures
+
+
+def manifest_folder(run_dir: Path) -> Path:
+    """Return the folder of the run's manifest, in the run's own: captures may go elsewhere, and share a folder with
+    others'.
+    """
+    return run_dir.absolute() / "profile"
+
+
+def plain_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files among `paths` and in their folders."""
+    found: list[Path] = []
+    for path in paths:
+        found += sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
+    return found
+
+
+def shown_path(path: Path, folder: Path) -> str:
+    """Return a path as the manifest of `folder` names it."""
+    path, folder = path.absolute(), folder.absolute()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)

@@ -1,0 +1,270 @@
+"""The profiler of Ascend NPUs, `torch_npu.profiler`: what host and NPU do, as a folder of raw data that it also parses.
+
+A capture gives one folder, `<name>_<pid>_<time>_ascend_pt`, for MindStudio Insight; once parsed as text, its
+`ASCEND_PROFILER_OUTPUT/trace_view.json` opens in Perfetto too. `analyse` parses later what a run did not.
+"""
+
+import importlib
+import inspect
+import logging
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from pellucid.config.schema.profiler import NpuToolConfig
+from pellucid.errors import UserError
+from pellucid.observe.tools.base import Capture, ToolSettings
+
+log = logging.getLogger("pellucid.observe")
+
+LEVELS = {"level_none": "Level_none", "level0": "Level0", "level1": "Level1", "level2": "Level2"}
+"""From `tool_config.npu.level` to the name in `torch_npu.profiler.ProfilerLevel`."""
+SUFFIX, OUTPUT = "_ascend_pt", "ASCEND_PROFILER_OUTPUT"
+KEYS = "profiler.tool_config.npu"
+_MSPROF = ("PROFILING_MODE", "PROFILER_SAMPLECONFIG")
+"""Where msprof collects from the process already, torch_npu's profiler does nothing."""
+
+
+class NpuTool:
+    """Records with Ascend's profiler. Contents without npu and cpu, as the empty ones, mean both."""
+
+    def __init__(self, settings: ToolSettings) -> None:
+        self._options = settings.role_options.npu
+        self._sources = _sources(self._options)
+        self._profile: Any = None
+        self._collecting = False
+        self._folder = Path()
+
+    @classmethod
+    def check(cls, settings: ToolSettings) -> None:
+        """Find out whether the profiler works here and collects what it is asked for.
+
+        Raises:
+            UserError: torch_npu cannot be imported, there is no NPU, or the contents cannot be had together.
+        """
+        options = settings.role_options.npu
+        sources, of_cpu = _sources(options), {"module", "stack"} & set(options.contents)
+        if of_cpu and "cpu" not in sources:
+            raise UserError(
+                f"{KEYS}.contents", f"{sorted(of_cpu)} are of the CPU's side, which is not collected.", "Add 'cpu'."
+            )
+        if options.level != "level0" and "npu" not in sources:
+            reason = f"'{options.level}' says how deep to look into the NPU, of which nothing is collected."
+            raise UserError(f"{KEYS}.level", reason, f"Add 'npu' to {KEYS}.contents, or leave level0.")
+        if not _import_torch_npu("global_profiler.tool").npu.is_available():
+            reason = "'npu' profiles Ascend NPUs, and torch_npu finds none on this machine."
+            raise UserError("global_profiler.tool", reason, "See whether `npu-smi info` lists one, or use tool: torch.")
+
+    def warm_up(self, capture: Capture) -> None:
+        """Let the profiler run without keeping anything."""
+        self._begin(capture, warm_up=True)
+
+    def start(self, capture: Capture) -> None:
+        """Begin to collect.
+
+        Raises:
+            RuntimeError: torch_npu's profiler did not start.
+        """
+        if self._profile is None:
+            self._begin(capture, warm_up=False)
+        else:
+            with self._given_up_on_error():
+                _aloud(type(self._profile).step, self._profile)
+        self._collecting = True
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """Return a range, which shows on the NPU's timeline as well, where that is collected."""
+        return self._marked(name) if "npu" in self._sources else record_function(name)
+
+    def stop(self) -> list[Path]:
+        """End the capture, and parse its data if that is asked for."""
+        profile, self._profile = self._profile, None
+        collected, self._collecting = self._collecting, False
+        assert profile is not None
+        try:
+            if collected:
+                _aloud(type(profile).step, profile)  # past the last action, which writes the data
+        finally:
+            profile.stop()
+        if not collected:
+            return []  # it was only warming up, and has deleted its folder
+        if self._options.analysis != "off" and not _parse(self._folder):
+            log.warning(
+                "torch_npu could not parse %s; its messages are above, and the raw data is kept: "
+                "put it right and run `pellucid profile analyse`",
+                self._folder,
+            )
+        return [self._folder]
+
+    def _begin(self, capture: Capture, *, warm_up: bool) -> None:
+        npu = importlib.import_module("torch_npu.profiler")
+        contents, before = self._options.contents, set(_folders(capture))
+        # Parsing is left to `stop`, so that a capture which failed is not parsed, and so that failing to parse is
+        # noticed. The handler puts folder and name into a global, hence none is made before.
+        handler = _aloud(npu.tensorboard_trace_handler, str(capture.folder), _worker_name(capture), analyse_flag=False)
+        actions = [npu.ProfilerAction.WARMUP] * warm_up + [npu.ProfilerAction.RECORD_AND_SAVE]
+        self._profile = npu.profile(
+            activities=[getattr(npu.ProfilerActivity, source.upper()) for source in sorted(self._sources)],
+            # Without a schedule torch_npu warns at the end of each capture that its data may be incomplete.
+            schedule=lambda step: actions[step] if step < len(actions) else npu.ProfilerAction.NONE,
+            on_trace_ready=handler,
+            record_shapes="shapes" in contents,
+            profile_memory="memory" in contents,
+            with_stack="stack" in contents,
+            with_modules="module" in contents,
+            experimental_config=self._experimental_config(npu),
+        )
+        with self._given_up_on_error():
+            _aloud(type(self._profile).start, self._profile)
+            created = set(_folders(capture)) - before
+            if not created:
+                holders = [name for name in _MSPROF if name in os.environ]
+                cause = f"; the process runs under msprof ({holders[0]} is set)" if holders else ""
+                raise RuntimeError(f"torch_npu's profiler made no folder{cause}")
+            self._folder = created.pop()
+
+    @contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            profile, self._profile = self._profile, None
+            if folder := profile.prof_if.prof_path:
+                profile.stop()
+                shutil.rmtree(folder, ignore_errors=True)
+            else:  # nothing has begun, and torch_npu would write its closing words into the working directory
+                profile.stopped = True
+            raise
+
+    def _experimental_config(self, npu: Any) -> Any:
+        kind, level = npu._ExperimentalConfig, LEVELS[self._options.level]
+        # Older releases call the switch for ranges on the NPU's timeline msprof_tx; level_none has nothing but them.
+        ranges = "mstx" if "mstx" in inspect.signature(kind).parameters else "msprof_tx"
+        metrics = "PipeUtilization" if level in ("Level1", "Level2") else "AiCoreNone"  # no metrics below level 1
+        return kind(
+            profiler_level=getattr(npu.ProfilerLevel, level),
+            aic_metrics=getattr(npu.AiCMetrics, metrics),
+            # Text has a trace that Perfetto and the report read, and any CANN can write it.
+            export_type=npu.ExportType.Db if self._options.analysis == "db" else npu.ExportType.Text,
+            data_simplification=True,
+            **{ranges: "npu" in self._sources},
+        )
+
+    @contextmanager
+    def _marked(self, name: str) -> Iterator[None]:
+        npu = importlib.import_module("torch_npu.npu")
+        with record_function(name):
+            mark = npu.mstx.range_start(name, npu.current_stream())
+            try:
+                yield
+            finally:
+                npu.mstx.range_end(mark)
+
+
+@dataclass(slots=True)
+class Analysis:
+    """What `analyse` did with each capture's folder."""
+
+    parsed: list[Path] = field(default_factory=list)
+    already: list[Path] = field(default_factory=list)
+    """Parsed before, and left as they are."""
+    failed: list[Path] = field(default_factory=list)
+    """torch_npu could not; it has printed why, and more is in their `logs`."""
+
+
+def analyse(folder: Path, *, again: bool = False) -> Analysis:
+    """Parse the captures below a folder, as `tool_config.npu.analysis` does during the run; no NPU is needed for it.
+
+    Args:
+        folder: a capture's own folder, or one that has some anywhere below, e.g. a run's `profile`.
+        again: parse also what is parsed already.
+
+    Raises:
+        UserError: there is no capture, or torch_npu cannot be imported.
+    """
+    inside = [folder] if folder.name.endswith(SUFFIX) else folder.rglob(f"*{SUFFIX}")
+    captures = sorted(path for path in inside if path.is_dir())
+    if not captures:
+        reason = f"there is no capture of an NPU below it (a folder *{SUFFIX})."
+        raise UserError(str(folder), reason, "Name a run, or a folder, that was profiled with tool: npu.")
+    _import_torch_npu(str(folder))
+    result = Analysis()
+    for capture in captures:
+        if _is_parsed(capture) and not again:
+            result.already.append(capture)
+        else:
+            (result.parsed if _parse(capture) else result.failed).append(capture)
+    return result
+
+
+def _sources(options: NpuToolConfig) -> set[str]:
+    """Return what is collected from, of npu and cpu."""
+    return {"npu", "cpu"} & set(options.contents) or {"npu", "cpu"}
+
+
+def _folders(capture: Capture) -> list[Path]:
+    return list(capture.folder.glob(f"{_worker_name(capture)}_*{SUFFIX}"))
+
+
+def _worker_name(capture: Capture) -> str:
+    """Return how the capture's folder begins: the name of the capture, and of a whole step the step once."""
+    return capture.name if capture.stage is not None else capture.name.replace("_step_step", "_step")
+
+
+def _is_parsed(folder: Path) -> bool:
+    """Tell whether there is a whole trace.
+
+    torch_npu ends its work with `analyse.done` whether or not any part of it succeeded; and it writes the trace's first
+    half, of the CPU, before it looks at the NPU's data, so that without these the JSON array stays open, or ends in a
+    comma.
+    """
+    output = folder / OUTPUT
+    trace = output / "trace_view.json"
+    if not trace.exists():
+        return any(output.glob("*.db"))
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - 2))
+        end = file.read()
+    return end.endswith(b"]") and end != b",]"
+
+
+def _parse(folder: Path) -> bool:
+    """Let torch_npu parse a capture, in processes of its own, and return whether that gave a trace."""
+    profiler = importlib.import_module("torch_npu.profiler.profiler")
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    try:
+        _aloud(profiler.analyse, profiler_path=str(folder), max_process_number=1)
+    finally:
+        multiprocessing.set_start_method(start_method, force=True)  # it sets fork, for the whole process
+    return _is_parsed(folder)
+
+
+def _aloud(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch_npu's profiler without the wrapper that prints what it raises and goes on."""
+    return inspect.unwrap(function)(*args, **kwargs)
+
+
+def _import_torch_npu(name: str) -> Any:
+    """Return torch_npu; `name` is what needs it.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:  # not installed; without CANN; beside another accelerator
+        release = ".".join(torch.__version__.split(".")[:2])
+        raise UserError(
+            name,
+            f"needs the package 'torch_npu', which cannot be imported: {error}.",
+            f"Install Ascend's CANN, source its set_env.sh, and install torch-npu=={release}.*, the release for this "
+            "torch.",
+        ) from error

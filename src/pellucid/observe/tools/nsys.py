@@ -1,0 +1,114 @@
+"""NVIDIA Nsight Systems: the process runs under `nsys profile` from its start, and this tool opens and closes its
+captures.
+
+`observe/recording.py` starts processes that way. Stages and units are NVTX ranges of the domain `pellucid`; nsys writes
+its files when the last capture is over or the process has ended, and only then do they get their names
+(`nsys_files.py`).
+"""
+
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pellucid.errors import UserError
+from pellucid.observe.nsys_command import CAPTURE_RANGE, DOMAIN, OwnNsys, check_nsys, check_options, own_nsys
+from pellucid.observe.nsys_files import note_capture
+from pellucid.observe.tools.base import Capture, ToolSettings
+
+
+class NsysTool:
+    """Opens and closes the captures of the nsys that records this process."""
+
+    def __init__(self, settings: ToolSettings) -> None:
+        self._nsys = _own_nsys()
+        self._capture: Capture | None = None
+        self._path = Path()
+        self._ranges: list[Any] = []
+
+    @classmethod
+    def check(cls, settings: ToolSettings) -> None:
+        """Find out whether nsys is here and takes the options; under nsys already they have shown that they work."""
+        check_nsys()
+        if _own_nsys() is None:
+            check_options(settings.global_options.nsys, cuda=settings.device == "cuda")
+
+    def warm_up(self, capture: Capture) -> None:
+        """Do nothing: nsys collects nothing outside of a capture, and has nothing to warm up."""
+
+    def start(self, capture: Capture) -> None:
+        """Open a capture.
+
+        Raises:
+            UserError: no nsys records this process, or it cannot see this version of `nvtx`.
+        """
+        nsys = self._nsys
+        if nsys is None:
+            raise UserError(
+                "global_profiler.tool",
+                "nsys: this process was not started under nsys, which records nothing of it.",
+                "Start the run with `pellucid train` on machines that all have nsys on PATH.",
+            )
+        self._capture = capture
+        self._path = note_capture(nsys, capture)
+        if nsys.capture_range == "cudaProfilerApi":
+            _cudart().cudaProfilerStart()
+        elif nsys.capture_range == "nvtx":
+            self._open(CAPTURE_RANGE)
+        self._open(f"step_{capture.step}")
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """Return an NVTX range."""
+        import nvtx
+
+        return nvtx.annotate(name, domain=DOMAIN)
+
+    def stop(self) -> list[Path]:
+        """Close the capture, and return the name of the file that nsys writes later."""
+        import nvtx
+
+        capture, self._capture = self._capture, None
+        while self._ranges:
+            nvtx.end_range(self._ranges.pop())
+        if capture is None or self._nsys is None:
+            return []
+        if self._nsys.capture_range == "cudaProfilerApi":
+            _cudart().cudaProfilerStop()
+        return [self._path]
+
+    def _open(self, name: str) -> None:
+        """Open a range of the whole process: a capture may end in another thread than it began."""
+        import nvtx
+
+        opened: Any = nvtx.start_range(name, domain=DOMAIN)
+        if opened is None:  # since 0.2.12 the package asks the tool whether it listens; older tools cannot answer
+            raise UserError(
+                "global_profiler.tool",
+                "nsys: this nsys is too old for the installed version of the package 'nvtx', and would record no "
+                "range.",
+                "Update Nsight Systems, or: pip install 'nvtx<0.2.12'",
+            )
+        self._ranges.append(opened)
+
+
+@cache
+def _own_nsys() -> OwnNsys | None:
+    # Asked once: nsys leaves when it has recorded the last capture, and the process goes on.
+    return own_nsys()
+
+
+def _cudart() -> Any:
+    """Return CUDA's runtime.
+
+    Raises:
+        UserError: this torch has none.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            "global_profiler.global_tool_config.nsys.worker_nsight_options.capture-range",
+            "cudaProfilerApi needs CUDA, which this torch does not have.",
+            "Set trainer.device=cpu, or install a torch build with CUDA.",
+        )
+    return torch.cuda.cudart()

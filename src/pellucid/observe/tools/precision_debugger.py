@@ -1,0 +1,129 @@
+"""The precision debugger: statistics of all that modules read and compute in a stage, to find the first wrong number.
+
+A capture is a folder, `<save_path>/step_<N>/<stage>/step<k>/rank<R>`, for `pellucid precision compare|report|digest`
+and msprobe's own tools.
+"""
+
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from pellucid.observe.tools.base import Capture, KeptInPartError, ToolSettings
+from pellucid.precision.capture import NativeSession
+from pellucid.precision.dump import About, Pass
+from pellucid.precision.dump_files import write_about
+from pellucid.precision.msprobe import MsprobeSession
+from pellucid.precision.msprobe import check as check_msprobe
+from pellucid.precision.naming import class_name
+from pellucid.precision.statistics import Measurer
+from pellucid.stages import TokenSpans
+
+
+class PrecisionDebuggerTool:
+    """See `TensorTool`."""
+
+    def __init__(self, settings: ToolSettings) -> None:
+        self._options, self._device = settings.global_options.precision_debugger, settings.device
+        self._level = self._options.level or "L0"
+        self._session: NativeSession | MsprobeSession | None = None
+        self._about: About | None = None
+        if (
+            self._options.backend == "native"
+        ):  # what reads tensors is compiled once on a machine, and loaded once in a process
+            Measurer(torch.device(settings.device)).warm_up((torch.float32, torch.bfloat16, torch.int64, torch.bool))
+
+    @classmethod
+    def check(cls, settings: ToolSettings) -> None:
+        """See `Tool.check`.
+
+        Raises:
+            UserError: msprobe is asked for and does not work here, or its config does not.
+        """
+        options = settings.global_options.precision_debugger
+        if options.backend == "msprobe":
+            assert options.config_path is not None
+            check_msprobe(options.config_path, options.level)
+
+    def warm_up(self, capture: Capture) -> None:
+        """See `Tool.warm_up`; numbers need none."""
+
+    def start(self, capture: Capture) -> None:
+        """See `Tool.start`."""
+        assert capture.stage is not None and capture.models, "captures are of stages, and those have models"
+        folder = capture.folder / f"step_{capture.step}" / capture.stage
+        # Dynamic sampling runs stages again, windows cut them up, and a resumed run may repeat a step.
+        number = next(k for k in count() if not (folder / f"step{k}" / f"rank{capture.rank}").exists())
+        self._about = about = About(
+            backend=self._options.backend,
+            level=self._level,
+            stage=str(capture.stage),
+            step=capture.step,
+            role=capture.role,
+            call=number,
+            rank=capture.rank,
+            num_ranks=capture.num_ranks,
+            device=self._device,
+            dtype=str(next(capture.models[0].parameters()).dtype),
+            model=class_name(capture.models[0]),
+            started_at=time.time(),
+        )
+        if self._options.backend == "msprobe":
+            assert self._options.config_path is not None
+            config_path = Path(self._options.config_path)
+            session = MsprobeSession(
+                list(capture.models), folder, config_path=config_path, level=self._level, rank=capture.rank
+            )
+        else:
+            session = NativeSession(
+                capture.models,
+                folder / f"step{number}" / f"rank{capture.rank}",
+                about,
+                modules=self._level != "L1",
+                operators=self._level != "L0",
+                gather=self._options.gather,
+            )
+        session.begin()
+        self._session = session
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """See `Tool.range`; files of numbers have no time axis to mark."""
+        return nullcontext()
+
+    def begin_pass(self, spans: TokenSpans, unit: str) -> None:
+        """See `TensorTool.begin_pass`."""
+        if isinstance(self._session, NativeSession):
+            self._session.begin_pass(spans, unit)
+        elif self._about is not None:
+            self._about.passes.append(Pass(unit, spans()))
+
+    def results(self, tensors: dict[str, torch.Tensor]) -> None:
+        """See `TensorTool.results`."""
+        if isinstance(self._session, NativeSession):
+            self._session.results(tensors)
+
+    def end_mini_batch(self) -> None:
+        """See `TensorTool.end_mini_batch`."""
+        if isinstance(self._session, NativeSession):
+            self._session.end_mini_batch()
+
+    def stop(self) -> list[Path]:
+        """See `Tool.stop`."""
+        session, self._session, about, self._about = self._session, None, self._about, None
+        assert session is not None and about is not None
+        if isinstance(session, NativeSession):
+            return session.end()
+        cause = sys.exception()
+        about.duration_s = round(time.time() - about.started_at, 6)
+        if cause is not None:
+            about.complete, about.error = False, f"{type(cause).__name__}: {cause}"
+        try:
+            files = session.end()
+        except (OSError, RuntimeError) as error:
+            about.complete, about.error = False, f"{type(error).__name__}: {error}"
+            written = [path for path in session.target.rglob("*") if path.is_file()]
+            raise KeptInPartError(error, [*written, write_about(session.target, about)]) from error
+        return [*files, write_about(session.target, about)]

@@ -1,0 +1,225 @@
+"""The first half of a step: prompts in, scored samples out.
+
+Sampling, reward, dynamic sampling with refill, and the greedy baseline of ReMax. `learn.py` takes the samples.
+"""
+
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.algo.catalog import estimator_entry
+from pellucid.config.schema.rollout import RolloutConfig
+from pellucid.errors import UserError
+from pellucid.failures import GenerateCall
+from pellucid.rollout.requests import SamplingParams
+from pellucid.run import RlRun
+from pellucid.run_state import progress_kept
+from pellucid.stages import Stage
+from pellucid.step_metrics import spread
+from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score
+
+
+def training_sampling(config: RolloutConfig) -> SamplingParams:
+    """Return how a training step samples."""
+    return _sampling(config, config.n, config.temperature, config.top_p, config.top_k, config.do_sample)
+
+
+def validation_sampling(config: RolloutConfig) -> SamplingParams:
+    """Return how validation samples: greedily unless `rollout.val_kwargs` says otherwise."""
+    val = config.val_kwargs
+    return _sampling(config, val.n, val.temperature, val.top_p, val.top_k, val.do_sample)
+
+
+def greedy_sampling(config: RolloutConfig) -> SamplingParams:
+    """Return how the one most likely response to a prompt is made."""
+    return _sampling(config, n=1, temperature=1.0, top_p=1.0, top_k=-1, do_sample=False)
+
+
+def _sampling(
+    config: RolloutConfig, n: int, temperature: float, top_p: float, top_k: int, do_sample: bool
+) -> SamplingParams:
+    return SamplingParams(
+        n=n,
+        max_tokens=config.response_length,
+        temperature=temperature if do_sample else 1.0,  # greedy: whatever it is set to, nothing is divided by it
+        top_p=top_p,
+        top_k=top_k,
+        do_sample=do_sample,
+        ignore_eos=config.ignore_eos,
+        stop=config.stop,
+    )
+
+
+def produce(run: RlRun, step: int) -> tuple[Samples, dict[str, float]]:
+    """Sample and score `rollout.n` responses to each of `train_batch_size` prompts; return them with the stages'
+    metrics.
+
+    Raises:
+        UserError: no score at all, or too few useful groups; the checkpoint of the step before is written first.
+        NonFiniteError: NaN or Inf while sampling or scoring.
+    """
+    with progress_kept(run, step):
+        scored, metrics = _collect(run, step)
+        rollouts, scores = [one.rollout for one in scored], [one.score for one in scored]
+        greedy_scores = components = None
+        needs = estimator_entry(run.config.algorithm.adv_estimator).needs
+        if "greedy_scores" in needs:
+            greedy_scores, scores = _greedy_scores(run, rollouts, scores, step)
+        if "reward_components" in needs:
+            components = _components(run, scores)
+    samples = Samples.pad(rollouts, scores, greedy_scores=greedy_scores, reward_components=components)
+    return samples, metrics | sample_metrics(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A rollout with its score."""
+
+    rollout: Rollout
+    score: Score
+
+
+def _collect(run: RlRun, step: int) -> tuple[list[_Scored], dict[str, float]]:
+    """Return the scored rollouts, group by group, and the metrics of sampling and reward.
+
+    With `algorithm.filter_groups`, groups without spread in its metric are dropped and further prompts are drawn (DAPO,
+    arXiv 2503.14476).
+
+    Raises:
+        UserError: `max_num_gen_batches` batches did not give enough groups.
+    """
+    filtering, wanted = run.config.algorithm.filter_groups, run.config.data.train_batch_size
+    kept: list[list[_Scored]] = []
+    metrics: dict[str, float] = {}
+    num_dropped = 0
+    for draw in count(1):
+        # A prompt that comes round again within a step would join the group it already has.
+        taken = {group[0].rollout.prompt.uid for group in kept}
+        prompts = [prompt for prompt in run.loader.next_batch() if prompt.uid not in taken]
+        stream = ("rollout", step) if draw == 1 else ("rollout", step, draw)
+        rollouts = _generate(run, prompts, training_sampling(run.config.actor_rollout_ref.rollout), stream, step)
+        scores, drawn = run.rewards.score(rollouts, run.stage, step=step)
+        drawn |= {"perf/total_num_tokens": num_tokens(rollouts)}
+        metrics = {name: metrics.get(name, 0.0) + value for name, value in drawn.items()}
+        scored = [_Scored(rollout, score) for rollout, score in zip(rollouts, scores)]
+        if not filtering.enable:
+            return scored, metrics
+        groups = _groups(scored)
+        useful = [group for group in groups if _has_spread(group, filtering.metric)]
+        num_dropped += len(groups) - len(useful)
+        kept += useful
+        if len(kept) >= wanted:
+            metrics |= {"batch/num_gen_batches": draw, "batch/num_groups_dropped": num_dropped}
+            return [one for group in kept[:wanted] for one in group], metrics
+        if draw == filtering.max_num_gen_batches:
+            raise UserError(
+                "algorithm.filter_groups.max_num_gen_batches",
+                f"{draw} generation batches of {wanted} prompts gave {len(kept)} groups whose '{filtering.metric}' "
+                f"differs within the group; the step needs {wanted}. In the other {num_dropped} all samples got the "
+                "same: the problems are too easy or too hard for the policy.",
+                "Raise it (0 = no limit), raise rollout.n, change the data's difficulty, or set "
+                "filter_groups.enable: false.",
+            )
+    raise AssertionError("unreachable")
+
+
+def num_tokens(rollouts: list[Rollout]) -> float:
+    """Return the prompt and response tokens of the samples, given ones included: what the models work through."""
+    return float(sum(len(rollout.prompt.token_ids) + len(rollout.token_ids) for rollout in rollouts))
+
+
+def sample_metrics(samples: Samples) -> dict[str, float]:
+    """Return scores and lengths of the samples; lengths count sampled tokens."""
+    lengths = torch.tensor([float(rollout.num_sampled) for rollout in samples.rollouts])
+    prompts = torch.tensor([float(len(rollout.prompt.token_ids)) for rollout in samples.rollouts])
+    rewards = torch.tensor([score.reward for score in samples.scores if score.reward is not None])
+    cut = sum(rollout.finish_reason == "length" for rollout in samples.rollouts) / len(samples)
+    return (
+        {"response_length/clip_ratio": cut}
+        | spread("critic/score", rewards)
+        | spread("response_length", lengths)
+        | spread("prompt_length", prompts)
+    )
+
+
+def _generate(
+    run: RlRun, prompts: list[Prompt], params: SamplingParams, stream: tuple[str | int, ...], step: int
+) -> list[Rollout]:
+    call = GenerateCall(prompts, params, stream)
+    with run.stage(Stage.ROLLOUT_GENERATE, step, len(prompts) * params.n, call) as advance:
+        return sample_rollouts(run.rollout_engine, prompts, params, stream=stream, on_done=advance)
+
+
+def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
+    by_uid: dict[str, list[_Scored]] = {}
+    for one in scored:
+        by_uid.setdefault(one.rollout.prompt.uid, []).append(one)
+    return list(by_uid.values())
+
+
+def _has_spread(group: list[_Scored], metric: str) -> bool:
+    return len({_filter_value(one.score, metric) for one in group if one.score.failure is None}) > 1
+
+
+def _filter_value(score: Score, metric: str) -> float | None:
+    if metric == "seq_final_reward":
+        return score.reward
+    rule = score.parts.get("rule", score.reward)
+    return score.parts.get("acc", rule) if metric == "acc" else rule
+
+
+def _greedy_scores(
+    run: RlRun, rollouts: list[Rollout], scores: list[Score], step: int
+) -> tuple[torch.Tensor, list[Score]]:
+    """Answer each prompt greedily; return the answer's reward for each sample of the prompt, [B], and the samples'
+    scores.
+
+    A prompt whose answer could not be scored has no baseline: its samples fail with it and are masked out.
+    """
+    prompts = {rollout.prompt.uid: rollout.prompt for rollout in rollouts}
+    params = greedy_sampling(run.config.actor_rollout_ref.rollout)
+    greedy = _generate(run, list(prompts.values()), params, ("greedy", step), step)
+    baselines, _ = run.rewards.score(greedy, run.stage, step=step)
+    baseline_of = {rollout.prompt.uid: score for rollout, score in zip(greedy, baselines)}
+    of_each = [baseline_of[rollout.prompt.uid] for rollout in rollouts]
+    kept = [
+        score if baseline.failure is None or score.failure is not None else _without_baseline(score, baseline.failure)
+        for score, baseline in zip(scores, of_each)
+    ]
+    return torch.tensor([baseline.reward or 0.0 for baseline in of_each]), kept
+
+
+def _without_baseline(score: Score, failure: RewardFailure) -> Score:
+    message = f"the greedy answer to its prompt, the baseline, has no score: {failure.message}"
+    return Score(None, score.parts, RewardFailure(failure.kind, message))
+
+
+def component_weights(run: RlRun, samples: Samples) -> torch.Tensor | None:
+    """Return the [K] weights of `algorithm.gdpo_reward_weights`, each 1 unless set; None without reward components."""
+    weights, components = run.config.algorithm.gdpo_reward_weights, samples.reward_components
+    if components is None:
+        return None
+    return torch.tensor(list(weights.values())) if weights else components.new_ones(components.shape[1])
+
+
+def _components(run: RlRun, scores: list[Score]) -> torch.Tensor:
+    """Return the [B, K] reward components, those named in the config or else all that every reward has.
+
+    `rule` is the sum of the components that the reward function returned, and counts only where it returned none.
+    """
+    valid = [score for score in scores if score.failure is None]
+    shared = [name for name in valid[0].parts if all(name in one.parts for one in valid)] if valid else []
+    parts = [name for name in shared if name not in ("rule", "model", "overlong")]
+    names = list(run.config.algorithm.gdpo_reward_weights or [n for n in shared if n != "rule" or not parts])
+    absent = [name for name in names if name not in shared]
+    if absent or not names:
+        raise UserError(
+            "algorithm.gdpo_reward_weights" if absent else "algorithm.adv_estimator",
+            f"{run.config.algorithm.adv_estimator} needs named reward components, and the reward returns "
+            + ("none" if not shared else ", ".join(shared))
+            + (f" but not '{absent[0]}'." if absent else "."),
+            "Return a dict with `score` and one number a component from the reward function.",
+        )
+    return torch.tensor([[score.parts.get(name, 0.0) for name in names] for score in scores])

@@ -1,0 +1,189 @@
+"""The Ray placement: pools of ranks, each a process group, and proxies of the roles that live on them."""
+
+import contextlib
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from typing_extensions import override
+
+from pellucid.build import RoleName, Roles
+from pellucid.config import RunConfig
+from pellucid.console import console
+from pellucid.files.rundir import RunDir
+from pellucid.observe.captures import rank_request
+from pellucid.observe.process import ProcessProfiler
+from pellucid.observe.recording import RecordedRanks, start_unrecorded_children
+from pellucid.observe.request import ProcessRequest
+from pellucid.ranks.cluster import Cluster, Pool, plan_pools
+from pellucid.ranks.group import Member, WorkerGroup
+from pellucid.ranks.local import NanSentinel, Placement
+from pellucid.ranks.proxies import RemoteRole, RemoteRolloutEngine, RemoteSentinel
+from pellucid.ranks.wire import SharedMemory
+from pellucid.ranks.worker import RankSpec, RankWorker
+
+
+class RayPlacement(Placement):
+    """Pools of ranks that Ray starts, and proxies of the roles that live on them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        roles: Sequence[RoleName],
+        total_steps: int,
+        heartbeat: Callable[[], None],
+        profiler: ProcessProfiler,
+    ) -> None:
+        """Start the processes of all ranks and let them load their models.
+
+        Raises:
+            UserError: there is no room for so many ranks, or a model does not fit its role.
+            RankFailedError: a process died while it started.
+        """
+        self._config, self._run_dir, self._total_steps = config, run_dir, total_steps
+        pools = plan_pools(config, roles)
+        self._profiler = profiler
+        self._groups: dict[str, WorkerGroup] = {}
+        self.profile_requests: list[ProcessRequest] = []
+        with contextlib.ExitStack() as opened:
+            self._meeting = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="pellucid-")))
+            start_unrecorded_children()
+            self._cluster = Cluster(config, pools)
+            opened.callback(self._cluster.close)
+            self._recorded = RecordedRanks(config, run_dir.path, self._cluster.device)
+            # Ray's end would end nsys, too, in the middle of its files.
+            opened.callback(lambda: self._recorded.finish(all_here=self._cluster.is_local))
+            memory = SharedMemory(ray)
+            for pool in pools:
+                self._groups[pool.name] = self._start(pool, memory, heartbeat)
+                opened.callback(self._groups[pool.name].close)
+            # All pools start at once; only then is each waited for.
+            for pool in pools:
+                self._meet(pool)
+            ranks_on = dict(Counter(machine for group in self._groups.values() for machine in group.machines))
+            for group in self._groups.values():
+                group.ask("share_cores", ranks_on)
+                group.ask("make_roles")
+                group.align_clocks()
+            self._opened = opened.pop_all()
+        group_of: dict[RoleName, WorkerGroup] = {role: self._groups[pool.name] for pool in pools for role in pool.roles}
+        self.roles = self._proxies(group_of)
+        self.sentinel: NanSentinel | None = RemoteSentinel(group_of) if config.trainer.nan_sentinel else None
+        self.num_ranks = sum(pool.num_ranks for pool in pools)
+        self.device = f"{self._cluster.device}, {self.num_ranks} ranks"
+        self._peak_flops: float | None = None
+
+    def _start(self, pool: Pool, memory: SharedMemory, heartbeat: Callable[[], None]) -> WorkerGroup:
+        """Start the pool's processes; each writes into a log of its own."""
+        config = self._config
+        path = [str(Path(place).absolute()) for place in sys.path if place]
+        threads = {"beside": 1, "control": 1, "saving": 1}
+        as_actor: Any = ray.remote(concurrency_groups=threads)  # pyright: ignore[reportCallIssue]
+        worker = as_actor(RankWorker)
+        members = []
+        for rank in range(pool.num_ranks):
+            profile = rank_request(
+                config,
+                self._run_dir.path,
+                pool=pool.name,
+                roles=pool.roles,
+                rank=rank,
+                num_ranks=pool.num_ranks,
+                device=self._cluster.device,
+            )
+            if profile is not None:
+                self.profile_requests.append(profile)
+            spec = RankSpec(
+                pool=pool.name,
+                rank=rank,
+                num_ranks=pool.num_ranks,
+                run_dir=self._run_dir.path.absolute(),
+                working_dir=Path.cwd(),
+                python_path=path,
+                config=config,
+                roles=pool.roles,
+                total_steps=self._total_steps,
+                device=self._cluster.device,
+                profile=profile,
+            )
+            python = self._recorded.python(f"{pool.name}_rank_{rank}", profile)
+            actor = worker.options(**self._cluster.options(pool, rank, python)).remote(spec)
+            members.append(Member(spec.name, actor, spec.log))
+        console.print(
+            f"starting {pool.num_ranks} rank{'s' * (pool.num_ranks > 1)} for {', '.join(pool.roles)} "
+            f"(logs: {self._run_dir.path / 'logs'})",
+            markup=False,
+        )
+        return WorkerGroup(members, memory, config.trainer.stall_timeout_s, heartbeat, lambda: self._profiler.at)
+
+    def _meet(self, pool: Pool) -> None:
+        """Let the pool's ranks find each other: over a file where all are on this machine, else over a port of the
+        first's.
+        """
+        group = self._groups[pool.name]
+        places = group.locate()
+        if group.all_here:
+            point = f"file://{self._meeting / pool.name}"
+        else:
+            address, port = places[0]
+            if (chosen := self._config.trainer.rendezvous_port) is not None:
+                port = chosen + list(self._groups).index(pool.name)  # pools may share their first machine
+            point = f"tcp://{address}:{port}"
+        group.ask("join", point)
+
+    def _proxies(self, group_of: Mapping[RoleName, WorkerGroup]) -> Roles:
+        def proxy(role: RoleName) -> Any:
+            return RemoteRole(role, group_of[role]) if role in group_of else None
+
+        return Roles(
+            actor=proxy("actor"),
+            rollout=RemoteRolloutEngine(group_of["rollout"]),
+            reference=proxy("ref"),
+            critic=proxy("critic"),
+            reward_model=proxy("reward_model"),
+        )
+
+    @override
+    def peak_flops(self) -> float:
+        if self._peak_flops is None:
+            self._peak_flops = sum(sum(group.ask("peak_flops")) for group in self._groups.values())
+        return self._peak_flops
+
+    @override
+    def memory_gb(self) -> dict[str, float]:
+        answers: list[dict[str, float]] = [
+            answer for group in self._groups.values() for answer in group.ask("memory_gb")
+        ]
+        names = answers[0].keys()
+        largest = {name: max(answer[name] for answer in answers) for name in names}
+        return largest | {"perf/cpu_memory_used_gb": sum(answer["perf/cpu_memory_used_gb"] for answer in answers)}
+
+    @override
+    def begin_profiled_step(self, step: int) -> None:
+        for group in self._profiled_groups():
+            group.captures = True
+            group.ask("begin_profiled_step", step)
+
+    @override
+    def end_profiled_step(self, step: int, *, last: bool) -> None:
+        for group in self._profiled_groups():
+            if group.answers:
+                group.ask("end_profiled_step", step, last)
+                group.captures = not last
+
+    def _profiled_groups(self) -> list[WorkerGroup]:
+        captured = {request.group for request in self.profile_requests}
+        return [group for name, group in self._groups.items() if name in captured]
+
+    @override
+    def in_hand(self) -> list[str]:
+        return []  # the ranks are watched by their groups, which name the samples themselves
+
+    @override
+    def close(self) -> None:
+        self._opened.close()

@@ -1,0 +1,106 @@
+"""How a response becomes a number: the rule reward, the reward model's score and the overlong penalty, added up.
+
+Rollouts come from `produce` and from validation; one `Score` for each goes back.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from pellucid.algo.shaping import overlong_penalty
+from pellucid.config.schema.reward_model import RewardConfig
+from pellucid.reward.scorer import Scorer, ScoreStats
+from pellucid.roles.interfaces import RewardRole
+from pellucid.stages import Stage
+from pellucid.types import Rollout, Score
+
+
+class EnterStage(Protocol):
+    """Encloses a stage; what it gives counts finished units."""
+
+    def __call__(
+        self, stage: Stage, step: int, num_units: int, work: list[Rollout], /
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Return the context round a stage that works on `work`."""
+        ...
+
+
+def _unseen(
+    stage: Stage, step: int, num_units: int, work: list[Rollout]
+) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda num_finished: None)
+
+
+@dataclass
+class Rewards:
+    """The sum `rule_weight · rule + weight · model`, and in training the overlong penalty."""
+
+    config: RewardConfig
+    scorer: Scorer
+    model: RewardRole | None
+    max_response_length: int
+    show_call: Callable[..., object] = lambda name, wall_us, duration_s, **args: None
+    """Shows a reward call on the timeline: its name, start in microseconds since 1970, seconds, and what is shown with
+    it."""
+
+    def score(
+        self, rollouts: list[Rollout], enter: EnterStage = _unseen, *, step: int = 0
+    ) -> tuple[list[Score], dict[str, float]]:
+        """Return one score a rollout, for training, and the `reward/*` metrics.
+
+        The scores' `parts` gain `rule`, `model` and `overlong` where there is more than the rule reward.
+
+        Raises:
+            UserError: a task has no verifier, or every call failed.
+        """
+
+        def show(rollout: Rollout, wall_us: int, duration_s: float, ok: bool) -> None:
+            self.show_call("reward_call", wall_us, duration_s, step=step, uid=rollout.prompt.uid, ok=ok)
+
+        scores, stats = [Score(None)] * len(rollouts), ScoreStats()
+        if self.config.rule_weight:
+            with enter(Stage.REWARD, step, len(rollouts), rollouts) as advance:
+                scores, stats = self.scorer.score(rollouts, lambda: advance(1), show)
+        if self.model is not None:
+            with enter(Stage.COMPUTE_RM_SCORE, step, len(rollouts), rollouts) as advance:
+                by_model = self.model.score(rollouts, on_done=advance)
+            scores = [self._combine(score, judged) for score, judged in zip(scores, by_model)]
+        return self._shape(rollouts, scores), {
+            "reward/num_failures": stats.num_failures,
+            "reward/num_timeouts": stats.num_timeouts,
+            "reward/time_s": stats.time_s,
+        }
+
+    def score_validation(self, rollouts: list[Rollout], on_done: Callable[[int], None] | None = None) -> list[Score]:
+        """Score held-out answers: by the rule alone where there is one, so that accuracy means what it says."""
+        if self.config.rule_weight or self.model is None:
+            return self.scorer.score(rollouts, on_done and (lambda: on_done(1)))[0]
+        return [self._combine(Score(None), judged) for judged in self.model.score(rollouts, on_done=on_done)]
+
+    def _combine(self, score: Score, by_model: float) -> Score:
+        rule_weight, weight = self.config.rule_weight, self.config.weight
+        if not rule_weight:
+            return Score(weight * by_model, {"model": by_model})
+        if score.reward is None:
+            return score
+        parts = {"rule": score.reward, **score.parts, "model": by_model}
+        return Score(rule_weight * score.reward + weight * by_model, parts)
+
+    def _shape(self, rollouts: list[Rollout], scores: list[Score]) -> list[Score]:
+        """Add the penalty of responses that come close to the limit (DAPO, arXiv 2503.14476)."""
+        buffer = self.config.overlong_buffer
+        if not buffer.enable or buffer.len is None:
+            return scores
+        lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
+        penalties = overlong_penalty(lengths, self.max_response_length, buffer.len, buffer.penalty_factor).tolist()
+        shaped: list[Score] = []
+        for score, penalty in zip(scores, penalties):
+            if score.reward is not None:
+                rule = {"rule": score.reward} if self.config.rule_weight else {}
+                parts = rule | score.parts | {"overlong": penalty}
+                score = replace(score, reward=score.reward + penalty, parts=parts)
+            shaped.append(score)
+        return shaped

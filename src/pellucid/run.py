@@ -1,0 +1,332 @@
+"""From a validated config to a `Run`: the parts that the loop drives, made in the order in which mistakes are cheapest.
+
+Data and reward are checked before the plan is printed, the plan before the model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from pellucid import devices
+from pellucid.algo.advantages import Estimator
+from pellucid.algo.kl import KLController, make_kl_controller
+from pellucid.algo.policy_loss import PolicyLoss
+from pellucid.build import (
+    RoleName,
+    check_roles,
+    choose_estimator,
+    choose_policy_loss,
+    needed_roles,
+    run_tokenizer,
+)
+from pellucid.config import RunConfig, build_plan, read_model_facts
+from pellucid.config.plan import plan_rows
+from pellucid.console import console, notice
+from pellucid.data import PromptLoader, build_prompts
+from pellucid.failures import Given
+from pellucid.files.checkpoint_store import CheckpointStore
+from pellucid.files.rundir import RunDir
+from pellucid.metrics.display import StepDisplay
+from pellucid.metrics.trackers import Trackers
+from pellucid.observe.captures import RunProfiler, controller_request
+from pellucid.observe.process import ProcessProfiler
+from pellucid.observe.request import ProcessRequest
+from pellucid.observe.spans import SpanRecorder
+from pellucid.observe.watchdog import Watchdog
+from pellucid.ranks import Placement, place_roles
+from pellucid.replay import failure_kept
+from pellucid.reward import Scorer, make_scorer
+from pellucid.reward.rewards import Rewards
+from pellucid.roles.interfaces import CriticRole, PolicyRole, ReferenceRole
+from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
+from pellucid.stages import Stage
+from pellucid.training.common.models import TokenPieces, model_folder
+from pellucid.types import Prompt
+
+WRITE_LIMIT_S = 3600.0
+"""How long writing captures may take without a sign of life before that is a stall."""
+
+
+@dataclass
+class Run:
+    """What every run consists of; the loop, checkpoints and supervised fine-tuning need no more."""
+
+    config: RunConfig
+    run_dir: RunDir
+    store: CheckpointStore
+    placement: Placement
+    """The roles, and the processes they run in."""
+    tokenizer: PreTrainedTokenizerBase
+    token_pieces: TokenPieces
+    """What token ids look like, for the rollout dump."""
+    loader: PromptLoader
+    val_prompts: list[Prompt]
+    profiler: RunProfiler
+    display: StepDisplay
+    trackers: Trackers
+    total_steps: int
+    first_step: int = 1
+    """The next step to run; later than 1 after a resume."""
+
+    @property
+    def spans(self) -> SpanRecorder:
+        """The spans of the controller's process."""
+        return self.profiler.process.spans
+
+    @contextmanager
+    def stage(
+        self, stage: Stage, step: int, num_units: int | None = None, given: Given | None = None
+    ) -> Iterator[Callable[[int], None]]:
+        """Enclose a stage, for the display, the watchdog, the timeline and the profiler; gives what counts finished
+        units.
+
+        What it is `given` to work on is saved when NaN or Inf ends it.
+        """
+        with (
+            self.display.stage(stage, num_units) as advance,
+            failure_kept(self, stage, step, given, advance),
+            self.profiler.process.stage(stage, step),
+        ):
+            yield advance
+
+    @property
+    def actor(self) -> PolicyRole:
+        """The policy being trained."""
+        assert self.placement.roles.actor is not None
+        return self.placement.roles.actor
+
+    @property
+    def reference(self) -> ReferenceRole | None:
+        """The frozen reference, where a KL term needs one."""
+        return self.placement.roles.reference
+
+    @property
+    def critic(self) -> CriticRole | None:
+        """The critic, where the estimator has one."""
+        return self.placement.roles.critic
+
+    def engine_of(self, stage: Stage) -> RolloutEngine | None:
+        """Return the engine that samples in a stage; None where none does."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from beside weights and optimizer, as plain JSON values."""
+        return {"loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.loader.load_state_dict(state["loader"])
+
+    def save_files(self, folder: Path) -> None:
+        """Write what of the state is too large for `state_dict` into a checkpoint."""
+
+    def load_files(self, folder: Path) -> None:
+        """Read what `save_files` wrote; weights are loaded by now."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Hand a finished step's metrics to the trackers and the console."""
+        self.trackers.log(step, metrics)
+        self.display.finish_step(step, metrics)
+
+    def close(self) -> None:
+        """End captures, the ranks and the timeline; scorer and trackers belong to who opened them."""
+        with ExitStack() as parts:  # each in turn, whatever happens in the others
+            parts.callback(self.spans.close)
+            parts.callback(self.placement.close)
+            parts.callback(self.profiler.process.flush)
+
+
+@dataclass(kw_only=True)
+class RlRun(Run):
+    """A run of reinforcement learning."""
+
+    rollout_engine: RolloutEngine
+    """Samples what is trained on; under `rollout.simulate_mismatch` not quite from the trained policy."""
+    rewards: Rewards
+    estimator: Estimator
+    kl_control: KLController
+    warned: set[str] = field(default_factory=set)
+    """Metrics of which it was said that they left their healthy range."""
+
+    @property
+    def validation_engine(self) -> RolloutEngine:
+        """Samples from the trained policy itself."""
+        assert self.placement.roles.rollout is not None
+        return self.placement.roles.rollout
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether a pass before the update must supply `old_logp`."""
+        return self.config.needs_old_log_probs
+
+    @property
+    def corrects(self) -> bool:
+        """Whether weights or a smaller mask are worked out before the update."""
+        return self.config.corrects
+
+    def engine_of(self, stage: Stage) -> RolloutEngine | None:
+        """Return the engine that samples in a stage."""
+        return self.validation_engine if stage is Stage.VALIDATE else self.rollout_engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from, as plain JSON values."""
+        return super().state_dict() | {"kl_control": self.kl_control.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        super().load_state_dict(state)
+        self.kl_control.load_state_dict(state.get("kl_control", {}))
+
+    def save_files(self, folder: Path) -> None:
+        """Write the weights that the mismatch laboratory keeps."""
+        if (mismatch := self.placement.roles.mismatch) is not None:
+            mismatch.policy.save(folder)
+
+    def load_files(self, folder: Path) -> None:
+        """Read what `save_files` wrote, and sample from the weights that were loaded."""
+        run_sync(self.validation_engine.load_weights(WeightUpdate(self.actor.version)))
+        if (mismatch := self.placement.roles.mismatch) is not None:
+            mismatch.policy.load(folder)
+
+
+@dataclass
+class Inputs:
+    """What a run reads, checked before any model is touched."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train_prompts: list[Prompt]
+    val_prompts: list[Prompt]
+    policy_loss: PolicyLoss
+
+
+@dataclass(kw_only=True)
+class RlInputs(Inputs):
+    """What a run of reinforcement learning reads."""
+
+    scorer: Scorer
+    estimator: Estimator
+
+
+def load_inputs(config: RunConfig) -> RlInputs:
+    """Load tokenizer, prompts, reward function and plug-ins, and say what was read.
+
+    Raises:
+        UserError: a file, column, model folder or function is missing or wrong.
+    """
+    tokenizer = run_tokenizer(config)
+    check_roles(config, tokenizer)
+    scorer, estimator, policy_loss = run_scorer(config), choose_estimator(config), choose_policy_loss(config)
+    train = build_prompts(config.data, tokenizer, "train")
+    console.print(f"train data: {train.describe()}", markup=False)
+    val_prompts: list[Prompt] = []
+    if config.data.val_files:
+        val = build_prompts(config.data, tokenizer, "val")
+        console.print(f"validation data: {val.describe()}", markup=False)
+        val_prompts = val.prompts
+    return RlInputs(tokenizer, train.prompts, val_prompts, policy_loss, scorer=scorer, estimator=estimator)
+
+
+def run_scorer(config: RunConfig) -> Scorer:
+    """Return the scorer of the config's reward section."""
+    reward = config.reward_model
+    return make_scorer(
+        reward.custom_reward_function.path,
+        reward.custom_reward_function.name,
+        reward.reward_num_workers,
+        reward.reward_timeout_s,
+    )
+
+
+def print_plan(config: RunConfig, num_train_prompts: int) -> None:
+    """Print what the run will do, with the arithmetic spelled out.
+
+    Raises:
+        UserError: the batch sizes do not fit together.
+    """
+    plan = build_plan(config, num_train_prompts, read_model_facts(model_folder(config.actor_rollout_ref.model.path)))
+    table = Table(
+        show_header=False, box=None, padding=(0, 2, 0, 0), title="plan", title_justify="left", title_style="bold"
+    )
+    for name, value in plan_rows(plan):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def build_run(
+    config: RunConfig,
+    run_dir: RunDir,
+    inputs: Inputs,
+    roles: Sequence[RoleName],
+    trackers: Trackers,
+    first_step: int,
+    watchdog: Watchdog,
+) -> Run:
+    """Place `roles` and assemble the run; its state is that of a fresh start until `restore` is called."""
+    loader = PromptLoader(
+        inputs.train_prompts,
+        config.data.train_batch_size,
+        config.data.shuffle,
+        config.trainer.seed if config.data.seed is None else config.data.seed,
+    )
+    total_steps = num_steps(config, loader.steps_per_epoch)
+    profiler = ProcessProfiler(
+        SpanRecorder(run_dir.timeline / "controller.json"),
+        _own_request(config, run_dir),
+        lambda line: notice(line, style="red"),
+        on_write=lambda: watchdog.put_off(WRITE_LIMIT_S),
+    )
+    placement = place_roles(
+        config, run_dir, roles, inputs.tokenizer, inputs.policy_loss, total_steps, watchdog.renew, profiler
+    )
+    return Run(
+        config=config,
+        run_dir=run_dir,
+        store=CheckpointStore(run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep),
+        placement=placement,
+        tokenizer=inputs.tokenizer,
+        token_pieces=TokenPieces(inputs.tokenizer),
+        loader=loader,
+        val_prompts=inputs.val_prompts,
+        profiler=RunProfiler(config, run_dir.path, profiler, placement, first_step, total_steps),
+        display=StepDisplay(total_steps, first_step - 1, watch=watchdog.stage),
+        trackers=trackers,
+        total_steps=total_steps,
+        first_step=first_step,
+    )
+
+
+def build_rl_run(
+    config: RunConfig, run_dir: RunDir, inputs: RlInputs, trackers: Trackers, first_step: int, watchdog: Watchdog
+) -> RlRun:
+    """Place the roles that the algorithm needs and assemble a run of reinforcement learning."""
+    run = build_run(config, run_dir, inputs, needed_roles(config), trackers, first_step, watchdog)
+    roles, control = run.placement.roles, config.algorithm.kl_ctrl
+    assert roles.rollout is not None
+    max_length = config.actor_rollout_ref.rollout.response_length
+    return RlRun(
+        **vars(run),
+        rollout_engine=roles.rollout if roles.mismatch is None else roles.mismatch.engine,
+        rewards=Rewards(config.reward_model, inputs.scorer, roles.reward_model, max_length, run.spans.record_call),
+        estimator=inputs.estimator,
+        kl_control=make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon),
+    )
+
+
+def _own_request(config: RunConfig, run_dir: RunDir) -> ProcessRequest | None:
+    """Return what is captured of the controller's process, in which all roles live unless there are ranks."""
+    if config.trainer.placement == "ray":
+        return controller_request(config, run_dir.path, (), "cpu")
+    device = devices.choose_device(config.trainer.device).type
+    return controller_request(config, run_dir.path, needed_roles(config), device)
+
+
+def num_steps(config: RunConfig, steps_per_epoch: int) -> int:
+    """Return the run's length in steps: `total_training_steps`, else `total_epochs` over the data."""
+    return config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch

@@ -1,0 +1,163 @@
+"""What a run's checkpoint holds, and how a run finds and continues from one.
+
+`CheckpointStore` makes folders whole and checksummed; this module decides what goes into them and puts it back.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pellucid.config import RunConfig
+from pellucid.console import console
+from pellucid.errors import UserError
+from pellucid.files.checkpoint_store import CheckpointStore
+from pellucid.run import Run
+from pellucid.training.protocol import MODEL_FILE, OPTIMIZER_FILE, SHARDS
+
+STATE_FILE, HF_FOLDER, CRITIC_FOLDER = "trainer_state.json", "hf_model", "critic"
+
+
+def save_checkpoint(run: Run, step: int) -> None:
+    """Write the checkpoint of a finished step; with `async_save` training goes on while the files are written.
+
+    Raises:
+        UserError: the disk is full (of this checkpoint, or of the one before, written in the background); earlier ones
+            are whole.
+    """
+    section = run.config.actor_rollout_ref.actor.checkpoint
+    contents = list(section.save_contents)
+    trained = {"": run.actor} if run.critic is None else {"": run.actor, CRITIC_FOLDER: run.critic}
+
+    def start(folder: Path) -> Callable[[], None]:
+        """Write what is small, and start writing weights and optimizers."""
+        if "extra" in contents:
+            (folder / STATE_FILE).write_text(json.dumps({"step": step} | run.state_dict()))
+            run.save_files(folder)
+        if HF_FOLDER in contents:
+            run.actor.save_hf(run.tokenizer, folder / HF_FOLDER)
+        waits: list[Callable[[], None]] = []
+        for name, role in trained.items():
+            (folder / name).mkdir(exist_ok=True)
+            if section.async_save:
+                waits.append(role.start_saving(folder / name, contents))
+            else:
+                role.save(folder / name, contents)
+
+        def wait_for_all() -> None:
+            for wait in waits:
+                wait()
+
+        return wait_for_all
+
+    if section.async_save:
+        run.store.start(step, start)
+    else:
+        run.store.save(step, lambda folder: start(folder)())
+
+
+@contextmanager
+def saves_finished(run: Run) -> Iterator[None]:
+    """Wait at the end of the block for the checkpoint that is written in the background, however the block ends."""
+    try:
+        yield
+    finally:
+        run.store.finish()
+
+
+@contextmanager
+def progress_kept(run: Run, step: int) -> Iterator[None]:
+    """Write the checkpoint of the step before when sampling or scoring of `step` ends the run: nothing trained is lost.
+
+    For the stages before the update only: they leave weights and optimizer as they were.
+    """
+    position = run.loader.state_dict()
+    try:
+        yield
+    except UserError:
+        done = step - 1
+        run.store.finish()
+        if step > run.first_step and done not in run.store.steps():
+            run.loader.load_state_dict(position)
+            save_checkpoint(run, done)
+            console.print(f"checkpoint of step {done} written: start the same command again to continue.", markup=False)
+        raise
+
+
+def find_checkpoint(config: RunConfig, store: CheckpointStore) -> Path | None:
+    """Return the verified checkpoint that `trainer.resume_mode` asks for, or None for a fresh start.
+
+    Raises:
+        UserError: the checkpoint is truncated or altered, lacks a part that a resumed run goes on from, or
+            `resume_from_path` names none.
+    """
+    mode = config.trainer.resume_mode
+    if mode == "disable":
+        return None
+    store.recover()
+    if mode == "resume_path":
+        assert config.trainer.resume_from_path is not None
+        checkpoint = store.resolve(config.trainer.resume_from_path)
+    elif (latest := store.latest()) is None:
+        return None
+    else:
+        checkpoint = store.verify(latest)
+    _check_contents(config, checkpoint)
+    return checkpoint
+
+
+def _check_contents(config: RunConfig, checkpoint: Path) -> None:
+    """Refuse to resume with less than all of the state: the rest would begin anew, and nothing would say so.
+
+    Raises:
+        UserError: `load_contents` leaves a part out, or the checkpoint lacks it.
+    """
+    field = "actor_rollout_ref.actor.checkpoint.load_contents"
+    contents = config.actor_rollout_ref.actor.checkpoint.load_contents
+    # Shards hold model and optimizer; that they lack one of them shows when they are read.
+    files = {"model": (MODEL_FILE, SHARDS), "optimizer": (OPTIMIZER_FILE, SHARDS), "extra": (STATE_FILE,)}
+    for part, names in files.items():
+        if part not in contents:
+            exported = checkpoint / HF_FOLDER
+            start = f"model.path={exported}" if exported.is_dir() else "the weights that `pellucid export` makes of it"
+            raise UserError(
+                field,
+                f"is {contents}, without '{part}': the run would go on from '{checkpoint}' with a fresh one.",
+                f"Add '{part}', or start a new run (trainer.resume_mode=disable) from {start}.",
+            )
+        if not any((checkpoint / name).exists() for name in names):
+            raise UserError(
+                field,
+                f"asks for '{part}', which '{checkpoint}' does not hold.",
+                "Resume from a checkpoint that was saved with it (checkpoint.save_contents), or start a new run.",
+            )
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the step that a checkpoint follows."""
+    return int(checkpoint.name.rpartition("_")[2])
+
+
+def restore(run: Run, checkpoint: Path) -> None:
+    """Put the state of a checkpoint that `find_checkpoint` returned back into the run.
+
+    Raises:
+        UserError: it lacks the critic, or belongs to another model or data set.
+    """
+    contents = list(run.config.actor_rollout_ref.actor.checkpoint.load_contents)
+    run.actor.load(checkpoint, contents)
+    if run.critic is not None:
+        if not (checkpoint / CRITIC_FOLDER).is_dir():
+            raise UserError(
+                "algorithm.adv_estimator",
+                f"{run.config.algorithm.adv_estimator} has a critic, which '{checkpoint}' does not hold.",
+                "Resume with the estimator that the run began with, or start a new run.",
+            )
+        run.critic.load(checkpoint / CRITIC_FOLDER, contents)
+    run.load_state_dict(json.loads((checkpoint / STATE_FILE).read_text()))
+    run.load_files(checkpoint)
+
+
+def is_due(step: int, frequency: int) -> bool:
+    """Whether something that happens every `frequency` steps (0 or less: never) happens after this one."""
+    return frequency > 0 and step % frequency == 0

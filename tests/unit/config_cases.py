@@ -1,0 +1,30 @@
+"""What the tests of the config share: a small valid run, and loading it with overrides."""
+
+import pytest
+
+from pellucid.config import Loaded, RunConfig, load_config
+from pellucid.errors import UserError
+
+BASE = [
+    "data.train_files=x.jsonl",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.model.path=m",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.rollout.n=4",
+]
+
+
+def load(*overrides, source=None, base=BASE, root=RunConfig) -> Loaded:
+    return load_config(source, [*base, *overrides], root)
+
+
+def error_of(*overrides, **where) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(*overrides, **where)
+    return caught.value
+
+
+def notices(*overrides) -> str:
+    return "\n".join(load(*overrides).notices)
