@@ -203,29 +203,31 @@ class Compute:
         return Sharding(model, plan, self.device, field=f"{section}.fsdp_config.fsdp_size")
 
 
-def load_policy(config: RunConfig, device: torch.device) -> PreTrainedModel:
-    """Load the policy's model, with LoRA adapters where the config asks for them."""
+def load_policy(config: RunConfig, device: torch.device, *, adapters: bool = True) -> PreTrainedModel:
+    """Load the policy's model, with LoRA adapters where the config asks for them and `adapters` does not forbid it."""
     section = config.actor_rollout_ref.model
-    model = _load_base(config, device)
-    if section.lora_rank:
-        add_lora(
-            model,
-            rank=section.lora_rank,
-            alpha=section.lora_alpha,
-            target_modules=section.target_modules,
-            seed=config.trainer.seed,
-        )
+    model = load_model(
+        section.path,
+        device=device,
+        override_config=section.override_config,
+        trust_remote_code=section.trust_remote_code,
+        gradient_checkpointing=section.enable_gradient_checkpointing,
+    )
+    if section.lora_rank and adapters:
+        targets, seed = section.target_modules, config.trainer.seed
+        add_lora(model, rank=section.lora_rank, alpha=section.lora_alpha, target_modules=targets, seed=seed)
     return model
 
 
-def _load_base(config: RunConfig, device: torch.device) -> PreTrainedModel:
-    model = config.actor_rollout_ref.model
-    return load_model(
-        model.path,
+def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
+    """Load the critic's model as a run starts it."""
+    section = config.critic.model
+    return load_value_model(
+        section.path,
         device=device,
-        override_config=model.override_config,
-        trust_remote_code=model.trust_remote_code,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
+        override_config=section.override_config,
+        trust_remote_code=section.trust_remote_code,
+        gradient_checkpointing=section.enable_gradient_checkpointing,
     )
 
 
@@ -299,52 +301,108 @@ def make_roles(
     Raises:
         UserError: a model does not fit its role, or `fsdp_size` the ranks.
     """
-    roles, engine = Roles(), None
+    roles, engines, actor = Roles(), _Engines(config, compute), None
     if "actor" in names:
-        model = load_policy(config, compute.device)
+        model, section = load_policy(config, compute.device), config.actor_rollout_ref.actor
         # The copy is made before sharding takes the model apart.
-        whole = copy.deepcopy(model) if compute.spreads(config.actor_rollout_ref.actor.fsdp_config) else None
-        engine = make_actor_engine(config, model, compute, total_steps)
-        roles.mismatch = make_mismatch(config, engine, tokenizer, compute.probe)
-        roles.rollout = make_rollout_engine(config, engine, whole, tokenizer, compute.probe)
-    reference = make_reference(config, compute, engine) if "ref" in names else None
+        whole = copy.deepcopy(model) if compute.spreads(section.fsdp_config) else None
+        steps = total_steps - config.trainer.critic_warmup  # the policy rests while the critic warms up
+        actor = engines.trained(model, section, "actor_rollout_ref.actor", steps)
+        roles.mismatch = _make_mismatch(config, actor, tokenizer, compute.probe)
+        verify = config.actor_rollout_ref.rollout.verify_weights
+        copied = None if whole is None else GatheredPolicy(actor, whole, verify)
+        sampled = (actor, None) if copied is None else (copied, copied.take_weights)
+        roles.rollout = _make_native_engine(config, *sampled, tokenizer, compute.probe)
+    reference = engines.reference(actor) if "ref" in names else None
     if reference is not None:
         roles.reference = Reference(reference, temperature=config.actor_rollout_ref.rollout.temperature)
-    if engine is not None:
-        roles.actor = make_actor(config, engine, policy_loss, reference)
+    if actor is not None:
+        roles.actor = make_actor(config, actor, policy_loss, reference)
     if "critic" in names:
-        roles.critic = make_critic(config, compute, total_steps)
+        model = load_critic(config, compute.device)
+        roles.critic = Critic(
+            engines.trained(model, config.critic, "critic", total_steps),
+            config.critic,
+            max_response_length=config.actor_rollout_ref.rollout.response_length,
+            seed=config.trainer.seed,
+        )
     if "reward_model" in names:
-        roles.reward_model = make_reward_model(config, tokenizer, compute)
+        roles.reward_model = _make_reward_model(config, engines, tokenizer, compute.device)
     return roles
 
 
-def make_rollout_engine(
-    config: RunConfig,
-    actor: FsdpEngine,
-    whole: PreTrainedModel | None,
-    tokenizer: PreTrainedTokenizerBase,
-    probe: Probe,
-) -> NativeRolloutEngine:
-    """Return the engine that samples from `actor`'s own weights, or, where those are sharded, from a `whole` copy of
-    them.
-    """
-    if whole is None:
-        return make_native_engine(config, actor, tokenizer, probe)
-    copied = GatheredPolicy(actor, whole, config.actor_rollout_ref.rollout.verify_weights)
-    return make_native_engine(config, copied, tokenizer, probe, copied.take_weights)
+class _Engines:
+    """Makes the training engines of a process: a model, its shards, how its batches are cut, its optimizer."""
+
+    def __init__(self, config: RunConfig, compute: Compute) -> None:
+        self._config, self._compute = config, compute
+
+    def trained(
+        self, model: PreTrainedModel, section: ActorConfig | CriticConfig, name: str, steps: int
+    ) -> FsdpEngine:
+        """Return the engine of a model that a run of `steps` steps trains as config section `name` says."""
+        sharding = self._compute.shard(model, section.strategy, section.fsdp_config, name)
+        updates = num_updates(self._config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
+        offload = section.fsdp_config.optimizer_offload
+        optimizer = make_optimizer(model, section.optim, section.grad_clip, updates, sharding, offload=offload)
+        tokens, sequences = section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu
+        cut = self.micro_batching(section.use_dynamic_bsz, tokens, sequences)
+        return self.engine(model, cut, sharding, optimizer)
+
+    def reference(self, actor: FsdpEngine | None) -> FsdpEngine:
+        """Return the engine of the frozen reference: the actor's base under LoRA, else a model of its own."""
+        policy, ref = self._config.actor_rollout_ref, self._config.actor_rollout_ref.ref
+        tokens, sequences = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
+        cut = self.micro_batching(ref.log_prob_use_dynamic_bsz, tokens, sequences)
+        if policy.model.lora_rank:
+            assert actor is not None, "under LoRA the reference shares the actor's ranks"
+            return self.engine(actor.model, cut, actor.sharding, without_adapters=True)
+        model = load_policy(self._config, self._compute.device, adapters=False).requires_grad_(False)
+        return self.frozen(model, cut, ref.fsdp_config, "actor_rollout_ref.ref")
+
+    def frozen(
+        self, model: PreTrainedModel, cut: MicroBatching, fsdp: FsdpConfig | RefFsdpConfig, name: str
+    ) -> FsdpEngine:
+        """Return the engine of a model that is not trained, spread by the actor's strategy."""
+        strategy = self._config.actor_rollout_ref.actor.strategy
+        return self.engine(model, cut, self._compute.shard(model, strategy, fsdp, name))
+
+    def micro_batching(self, by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
+        """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""
+        packed = self._config.actor_rollout_ref.model.use_remove_padding
+        return MicroBatching(tokens, None, packed) if by_tokens else MicroBatching(None, sequences, packed)
+
+    def engine(
+        self,
+        model: PreTrainedModel,
+        cut: MicroBatching,
+        sharding: "Sharding | None",
+        optimizer: ScheduledAdamW | None = None,
+        *,
+        without_adapters: bool = False,
+    ) -> FsdpEngine:
+        """Return an engine of this process."""
+        return FsdpEngine(
+            model,
+            optimizer,
+            cut,
+            device=self._compute.device,
+            dtype=self._compute.dtype,
+            sharding=sharding,
+            without_adapters=without_adapters,
+            balance_ranks=self._compute.balance_ranks,
+            probe=self._compute.probe,
+        )
 
 
-def make_native_engine(
+def _make_native_engine(
     config: RunConfig,
     policy: SampledPolicy,
+    take_weights: Callable[[WeightUpdate], None] | None,
     tokenizer: PreTrainedTokenizerBase,
     probe: Probe,
-    take_weights: Callable[[WeightUpdate], None] | None = None,
 ) -> NativeRolloutEngine:
-    """Return a native engine that samples from `policy`, which `take_weights` updates where it has weights of its
-    own.
-    """
+    """Return a native engine that samples from `policy`; `take_weights` updates one that has weights of its own."""
     section = config.actor_rollout_ref.rollout
     return NativeRolloutEngine(
         policy,
@@ -358,7 +416,7 @@ def make_native_engine(
     )
 
 
-def make_mismatch(
+def _make_mismatch(
     config: RunConfig, actor: FsdpEngine, tokenizer: PreTrainedTokenizerBase, probe: Probe
 ) -> Mismatch | None:
     """Return the mismatch laboratory; None unless `rollout.simulate_mismatch` asks for one.
@@ -376,7 +434,7 @@ def make_mismatch(
             "Train in one process without param_offload.",
         )
     policy = MismatchedPolicy(actor, section.simulate_mismatch, section.seed)
-    return Mismatch(policy, make_native_engine(config, policy, tokenizer, probe, policy.take_weights))
+    return Mismatch(policy, _make_native_engine(config, policy, policy.take_weights, tokenizer, probe))
 
 
 def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, reference: FsdpEngine | None) -> Actor:
@@ -384,144 +442,36 @@ def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, r
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     compiled = actor.use_torch_compile and compiling_pays(engine.device)
     if actor.use_torch_compile:
-        done = (
-            "log-probabilities are compiled" if compiled else "needs CUDA, Triton and a C compiler; nothing is compiled"
-        )
+        missing = "needs CUDA, Triton and a C compiler; nothing is compiled"
+        done = "log-probabilities are compiled" if compiled else missing
         notice(f"use_torch_compile on {engine.device.type}: {done}.", style="dim")
-    return Actor(
-        engine,
-        actor,
-        ActorSettings(
-            policy_loss=policy_loss,
-            temperature=rollout.temperature,
-            max_response_length=rollout.response_length,
-            seed=config.trainer.seed,
-            compiled=compiled,
-            exact_kl_to=reference,
-            bypass=algorithm if algorithm.bypass_mode else None,
-        ),
-    )
-
-
-def make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | None) -> FsdpEngine:
-    """Return the engine of the frozen reference: the actor's base under LoRA, else a model of its own."""
-    ref = config.actor_rollout_ref.ref
-    cut = _micro_batching(
-        config,
-        by_tokens=ref.log_prob_use_dynamic_bsz,
-        tokens=ref.log_prob_max_token_len_per_gpu,
-        sequences=ref.log_prob_micro_batch_size_per_gpu,
-    )
-    if config.actor_rollout_ref.model.lora_rank:
-        assert actor is not None, "under LoRA the reference shares the actor's ranks"
-        return _make_engine(actor.model, None, cut, compute, actor.sharding, without_adapters=True)
-    model = _load_base(config, compute.device).requires_grad_(False)
-    sharding = compute.shard(model, config.actor_rollout_ref.actor.strategy, ref.fsdp_config, "actor_rollout_ref.ref")
-    return _make_engine(model, None, cut, compute, sharding)
-
-
-def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
-    """Load the critic's model as a run starts it."""
-    section = config.critic.model
-    return load_value_model(
-        section.path,
-        device=device,
-        override_config=section.override_config,
-        trust_remote_code=section.trust_remote_code,
-        gradient_checkpointing=section.enable_gradient_checkpointing,
-    )
-
-
-def make_critic(config: RunConfig, compute: Compute, steps: int) -> Critic:
-    """Return the critic: a model with one value a token, and its optimizer."""
-    section, model = config.critic, load_critic(config, compute.device)
-    sharding = compute.shard(model, section.strategy, section.fsdp_config, "critic")
-    updates = num_updates(config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
-    optimizer = make_optimizer(
-        model, section.optim, section.grad_clip, updates, sharding, offload=section.fsdp_config.optimizer_offload
-    )
-    return Critic(
-        _make_engine(model, optimizer, _update_cut(config, section), compute, sharding),
-        section,
-        max_response_length=config.actor_rollout_ref.rollout.response_length,
+    settings = ActorSettings(
+        policy_loss=policy_loss,
+        temperature=rollout.temperature,
+        max_response_length=rollout.response_length,
         seed=config.trainer.seed,
+        compiled=compiled,
+        exact_kl_to=reference,
+        bypass=algorithm if algorithm.bypass_mode else None,
     )
+    return Actor(engine, actor, settings)
 
 
-def make_reward_model(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase, compute: Compute) -> RewardModel:
-    """Return the reward model of section `reward_model`.
-
-    Raises:
-        UserError: it is no model with one score.
-    """
+def _make_reward_model(
+    config: RunConfig, engines: _Engines, policy_tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> RewardModel:
     section = config.reward_model
     assert section.model.path is not None
-    model = load_reward_model(
-        section.model.path, device=compute.device, trust_remote_code=section.model.trust_remote_code
-    )
+    sequences, trust = section.micro_batch_size_per_gpu, section.model.trust_remote_code
+    model = load_reward_model(section.model.path, device=device, trust_remote_code=trust)
     positions = max_positions(model.config)
-    sharding = compute.shard(model, config.actor_rollout_ref.actor.strategy, FsdpConfig(), "reward_model")
-    cut = _micro_batching(
-        config,
-        by_tokens=section.micro_batch_size_per_gpu is None,
-        tokens=section.forward_max_token_len_per_gpu,
-        sequences=section.micro_batch_size_per_gpu,
-    )
+    cut = engines.micro_batching(sequences is None, section.forward_max_token_len_per_gpu, sequences)
     return RewardModel(
-        _make_engine(model, None, cut, compute, sharding),
+        engines.frozen(model, cut, FsdpConfig(), "reward_model"),
         _reward_tokenizer(config, policy_tokenizer),
         max_tokens=cut.max_tokens,
         max_positions=positions,
     )
-
-
-def make_actor_engine(config: RunConfig, model: PreTrainedModel, compute: Compute, steps: int) -> FsdpEngine:
-    """Return the engine that holds the policy and its optimizer."""
-    actor = config.actor_rollout_ref.actor
-    sharding = compute.shard(model, actor.strategy, actor.fsdp_config, "actor_rollout_ref.actor")
-    steps -= config.trainer.critic_warmup  # the policy rests while the critic warms up
-    updates = num_updates(config, steps, actor.ppo_mini_batch_size, actor.ppo_epochs)
-    optimizer = make_optimizer(
-        model, actor.optim, actor.grad_clip, updates, sharding, offload=actor.fsdp_config.optimizer_offload
-    )
-    return _make_engine(model, optimizer, _update_cut(config, actor), compute, sharding)
-
-
-def _make_engine(
-    model: PreTrainedModel,
-    optimizer: ScheduledAdamW | None,
-    cut: MicroBatching,
-    compute: Compute,
-    sharding: "Sharding | None",
-    *,
-    without_adapters: bool = False,
-) -> FsdpEngine:
-    return FsdpEngine(
-        model,
-        optimizer,
-        cut,
-        device=compute.device,
-        dtype=compute.dtype,
-        sharding=sharding,
-        without_adapters=without_adapters,
-        balance_ranks=compute.balance_ranks,
-        probe=compute.probe,
-    )
-
-
-def _update_cut(config: RunConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
-    return _micro_batching(
-        config,
-        by_tokens=section.use_dynamic_bsz,
-        tokens=section.ppo_max_token_len_per_gpu,
-        sequences=section.ppo_micro_batch_size_per_gpu,
-    )
-
-
-def _micro_batching(config: RunConfig, *, by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
-    """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""
-    packed = config.actor_rollout_ref.model.use_remove_padding
-    return MicroBatching(tokens, None, packed) if by_tokens else MicroBatching(None, sequences, packed)
 
 
 def num_updates(config: RunConfig, steps: int, mini_batch_size: int, epochs: int) -> int:
@@ -544,11 +494,7 @@ def make_optimizer(
     `offload` keeps its moments in CPU memory between updates.
     """
     total = optim.total_training_steps if optim.total_training_steps > 0 else run_updates
-    warmup = (
-        optim.lr_warmup_steps
-        if optim.lr_warmup_steps and optim.lr_warmup_steps > 0
-        else int(optim.lr_warmup_steps_ratio * total)
-    )
+    warmup = max(optim.lr_warmup_steps or 0, 0) or int(optim.lr_warmup_steps_ratio * total)
     schedule = Schedule(optim.lr, warmup, total, optim.lr_scheduler_type, optim.min_lr_ratio)
     named = model.named_parameters() if sharding is None else sharding.parameters().items()
     trained = {name: parameter for name, parameter in named if parameter.requires_grad}
