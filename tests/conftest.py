@@ -16,17 +16,22 @@ FAST_FOLDERS = {"unit", "contract"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tell the workers what belongs together (`--dist loadgroup`): a file, and all tests that start Ray; the longest come first."""
+    """Tell the workers what belongs together (`--dist loadgroup`), the longest first: a file; all tests that join the session's
+    Ray cluster; all that start a cluster of their own, for Ray gives up when several start at once.
+    """
     if not hasattr(config, "workerinput"):
         return
     num_slow: Counter[str] = Counter()
     groups: dict[pytest.Item, str] = {}
     for item in items:
-        groups[item] = "ray" if item.get_closest_marker("ray") else str(item.path.relative_to(config.rootpath))
+        groups[item] = str(item.path.relative_to(config.rootpath))
+        if item.get_closest_marker("ray"):
+            joins = isinstance(item, pytest.Function) and "cluster" in item.fixturenames
+            groups[item] = "ray" if joins else "ray of its own"
         item.add_marker(pytest.mark.xdist_group(groups[item]))
         num_slow[groups[item]] += item.get_closest_marker("slow") is not None
     # Long ones first, as the last of the workers is not to begin with one.
-    items.sort(key=lambda item: (groups[item] != "ray", -num_slow[groups[item]], "integration" not in item.path.parts))
+    items.sort(key=lambda item: (not groups[item].startswith("ray"), -num_slow[groups[item]], "integration" not in item.path.parts))
 
 
 class ProcessGuard:

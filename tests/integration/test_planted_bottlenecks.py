@@ -10,7 +10,6 @@ from conftest import Workspace
 from pellucid.files.rundir import RunDir
 from pellucid.observe.report import Report, build_report
 
-RANKS = ("trainer.placement=ray", "trainer.n_gpus_per_node=2")
 QUIET = ("data.val_files=null", "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.total_training_steps=4")
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 BUSY_S, SLEEP_S, CALL_S = 0.4, 0.4, 0.1
@@ -95,9 +94,8 @@ def test_what_capturing_the_only_step_took_is_a_row_of_its_own(planted: Workspac
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_rank_that_has_more_to_do_is_the_bottleneck(planted: Workspace) -> None:
-    pytest.importorskip("ray")
-    planted.train(*QUIET, *RANKS, f"{LOSS}=losses.py:works_more")
+def test_the_rank_that_has_more_to_do_is_the_bottleneck(planted: Workspace, ranks: tuple[str, ...]) -> None:
+    planted.train(*QUIET, *ranks, f"{LOSS}=losses.py:works_more")
     report = report_of(planted.run_dir)
     first = report.verdict.findings[0]
     assert (first.kind, first.stage, first.where) == ("imbalance", "actor_update", "policy rank 1")
@@ -108,9 +106,10 @@ def test_the_rank_that_has_more_to_do_is_the_bottleneck(planted: Workspace) -> N
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_rank_that_sleeps_is_the_bottleneck_and_shows_in_the_merged_trace(planted: Workspace) -> None:
-    pytest.importorskip("ray")
-    planted.train(*QUIET, *RANKS, *CAPTURE, f"{LOSS}=losses.py:sleeps")
+def test_the_rank_that_sleeps_is_the_bottleneck_and_shows_in_the_merged_trace(
+    planted: Workspace, ranks: tuple[str, ...]
+) -> None:
+    planted.train(*QUIET, *ranks, *CAPTURE, f"{LOSS}=losses.py:sleeps")
     first = report_of(planted.run_dir).verdict.findings[0]
     assert (first.kind, first.stage, first.where) == ("stall", "actor_update", "policy rank 1")
     assert first.lost_s >= SLEEP_S * 0.9 and "without an operator" in first.sentence
