@@ -44,7 +44,7 @@ def learn(run: RlRun, samples: Samples, step: int) -> dict[str, float]:
     warn_of_mismatch(run, metrics)
     if run.config.trainer.dump_rollouts:
         weights = batch.correction_weights
-        if weights is None and run.corrects:
+        if weights is None and run.config.corrects:
             weights = batch.loss_mask.float()  # rejection alone: a token counts or it does not
         write_rollouts(
             run.run_dir.rollouts(step),
@@ -66,7 +66,7 @@ def compute_experience(run: RlRun, samples: Samples, step: int) -> Experience:
     old = ref_logp = values = None
     if algorithm.bypass_mode:
         old = LogProbs(samples.rollout_logp)
-    elif run.needs_old_log_probs:
+    elif run.config.needs_old_log_probs:
         exact_kl = penalised and algorithm.kl_penalty == "full"
         with run.stage(Stage.ACTOR_COMPUTE_LOG_PROB, step, num_samples, samples) as advance:
             old = run.actor.compute_log_probs(samples, on_done=advance, exact_kl=exact_kl)
@@ -133,7 +133,7 @@ def correct_mismatch(run: RlRun, batch: TrainBatch, step: int) -> tuple[TrainBat
     training policy's log-probs. In bypass mode the ratio is known only inside the update, and the actor applies it
     there.
     """
-    if not run.corrects or batch.old_logp is None:
+    if not run.config.corrects or batch.old_logp is None:
         return batch, {}
     with run.stage(Stage.CORRECTION, step):
         correction = correct(batch.old_logp, batch.rollout_logp, batch.mask, run.config.algorithm)

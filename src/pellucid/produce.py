@@ -3,14 +3,13 @@
 Sampling, reward, dynamic sampling with refill, and the greedy baseline of ReMax. `learn.py` takes the samples.
 """
 
-from dataclasses import dataclass
 from itertools import count
 
 import torch
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.algo.catalog import estimator_entry
-from pellucid.config.schema.rollout import RolloutConfig
+from pellucid.config.schema.rollout import RolloutConfig, ValSamplingConfig
 from pellucid.errors import UserError
 from pellucid.failures import GenerateCall
 from pellucid.rollout.requests import SamplingParams
@@ -20,33 +19,20 @@ from pellucid.stages import Stage
 from pellucid.step_metrics import spread
 from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score
 
-
-def training_sampling(config: RolloutConfig) -> SamplingParams:
-    """Return how a training step samples."""
-    return _sampling(config, config.n, config.temperature, config.top_p, config.top_k, config.do_sample)
-
-
-def validation_sampling(config: RolloutConfig) -> SamplingParams:
-    """Return how validation samples: greedily unless `rollout.val_kwargs` says otherwise."""
-    val = config.val_kwargs
-    return _sampling(config, val.n, val.temperature, val.top_p, val.top_k, val.do_sample)
+Scored = tuple[Rollout, Score]
+GREEDY = ValSamplingConfig()
+"""The one most likely response to a prompt."""
 
 
-def greedy_sampling(config: RolloutConfig) -> SamplingParams:
-    """Return how the one most likely response to a prompt is made."""
-    return _sampling(config, n=1, temperature=1.0, top_p=1.0, top_k=-1, do_sample=False)
-
-
-def _sampling(
-    config: RolloutConfig, n: int, temperature: float, top_p: float, top_k: int, do_sample: bool
-) -> SamplingParams:
+def sampling_params(config: RolloutConfig, chosen: RolloutConfig | ValSamplingConfig) -> SamplingParams:
+    """Return how to sample: training as `config` itself says, validation as its `val_kwargs` do."""
     return SamplingParams(
-        n=n,
+        n=chosen.n,
         max_tokens=config.response_length,
-        temperature=temperature if do_sample else 1.0,  # greedy: whatever it is set to, nothing is divided by it
-        top_p=top_p,
-        top_k=top_k,
-        do_sample=do_sample,
+        temperature=chosen.temperature if chosen.do_sample else 1.0,  # greedy decoding divides by nothing
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        do_sample=chosen.do_sample,
         ignore_eos=config.ignore_eos,
         stop=config.stop,
     )
@@ -62,7 +48,7 @@ def produce(run: RlRun, step: int) -> tuple[Samples, dict[str, float]]:
     """
     with progress_kept(run, step):
         scored, metrics = _collect(run, step)
-        rollouts, scores = [one.rollout for one in scored], [one.score for one in scored]
+        rollouts, scores = [rollout for rollout, _ in scored], [score for _, score in scored]
         greedy_scores = components = None
         needs = estimator_entry(run.config.algorithm.adv_estimator).needs
         if "greedy_scores" in needs:
@@ -73,15 +59,7 @@ def produce(run: RlRun, step: int) -> tuple[Samples, dict[str, float]]:
     return samples, metrics | sample_metrics(samples)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """A rollout with its score."""
-
-    rollout: Rollout
-    score: Score
-
-
-def _collect(run: RlRun, step: int) -> tuple[list[_Scored], dict[str, float]]:
+def _collect(run: RlRun, step: int) -> tuple[list[Scored], dict[str, float]]:
     """Return the scored rollouts, group by group, and the metrics of sampling and reward.
 
     With `algorithm.filter_groups`, groups without spread in its metric are dropped and further prompts are drawn (DAPO,
@@ -91,19 +69,19 @@ def _collect(run: RlRun, step: int) -> tuple[list[_Scored], dict[str, float]]:
         UserError: `max_num_gen_batches` batches did not give enough groups.
     """
     filtering, wanted = run.config.algorithm.filter_groups, run.config.data.train_batch_size
-    kept: list[list[_Scored]] = []
+    kept: list[list[Scored]] = []
     metrics: dict[str, float] = {}
     num_dropped = 0
     for draw in count(1):
         # A prompt that comes round again within a step would join the group it already has.
-        taken = {group[0].rollout.prompt.uid for group in kept}
+        taken = {group[0][0].prompt.uid for group in kept}
         prompts = [prompt for prompt in run.loader.next_batch() if prompt.uid not in taken]
         stream = ("rollout", step) if draw == 1 else ("rollout", step, draw)
-        rollouts = _generate(run, prompts, training_sampling(run.config.actor_rollout_ref.rollout), stream, step)
+        rollouts = _generate(run, prompts, run.config.actor_rollout_ref.rollout, stream, step)
         scores, drawn = run.rewards.score(rollouts, run.stage, step=step)
         drawn |= {"perf/total_num_tokens": num_tokens(rollouts)}
         metrics = {name: metrics.get(name, 0.0) + value for name, value in drawn.items()}
-        scored = [_Scored(rollout, score) for rollout, score in zip(rollouts, scores)]
+        scored = list(zip(rollouts, scores))
         if not filtering.enable:
             return scored, metrics
         groups = _groups(scored)
@@ -145,22 +123,27 @@ def sample_metrics(samples: Samples) -> dict[str, float]:
 
 
 def _generate(
-    run: RlRun, prompts: list[Prompt], params: SamplingParams, stream: tuple[str | int, ...], step: int
+    run: RlRun,
+    prompts: list[Prompt],
+    chosen: RolloutConfig | ValSamplingConfig,
+    stream: tuple[str | int, ...],
+    step: int,
 ) -> list[Rollout]:
+    params = sampling_params(run.config.actor_rollout_ref.rollout, chosen)
     call = GenerateCall(prompts, params, stream)
     with run.stage(Stage.ROLLOUT_GENERATE, step, len(prompts) * params.n, call) as advance:
         return sample_rollouts(run.rollout_engine, prompts, params, stream=stream, on_done=advance)
 
 
-def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
-    by_uid: dict[str, list[_Scored]] = {}
-    for one in scored:
-        by_uid.setdefault(one.rollout.prompt.uid, []).append(one)
+def _groups(scored: list[Scored]) -> list[list[Scored]]:
+    by_uid: dict[str, list[Scored]] = {}
+    for rollout, score in scored:
+        by_uid.setdefault(rollout.prompt.uid, []).append((rollout, score))
     return list(by_uid.values())
 
 
-def _has_spread(group: list[_Scored], metric: str) -> bool:
-    return len({_filter_value(one.score, metric) for one in group if one.score.failure is None}) > 1
+def _has_spread(group: list[Scored], metric: str) -> bool:
+    return len({_filter_value(score, metric) for _, score in group if score.failure is None}) > 1
 
 
 def _filter_value(score: Score, metric: str) -> float | None:
@@ -179,8 +162,7 @@ def _greedy_scores(
     A prompt whose answer could not be scored has no baseline: its samples fail with it and are masked out.
     """
     prompts = {rollout.prompt.uid: rollout.prompt for rollout in rollouts}
-    params = greedy_sampling(run.config.actor_rollout_ref.rollout)
-    greedy = _generate(run, list(prompts.values()), params, ("greedy", step), step)
+    greedy = _generate(run, list(prompts.values()), GREEDY, ("greedy", step), step)
     baselines, _ = run.rewards.score(greedy, run.stage, step=step)
     baseline_of = {rollout.prompt.uid: score for rollout, score in zip(greedy, baselines)}
     of_each = [baseline_of[rollout.prompt.uid] for rollout in rollouts]

@@ -161,16 +161,6 @@ class RlRun(Run):
         assert self.placement.roles.rollout is not None
         return self.placement.roles.rollout
 
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether a pass before the update must supply `old_logp`."""
-        return self.config.needs_old_log_probs
-
-    @property
-    def corrects(self) -> bool:
-        """Whether weights or a smaller mask are worked out before the update."""
-        return self.config.corrects
-
     def engine_of(self, stage: Stage) -> RolloutEngine | None:
         """Return the engine that samples in a stage."""
         return self.validation_engine if stage is Stage.VALIDATE else self.rollout_engine
@@ -222,7 +212,9 @@ def load_inputs(config: RunConfig) -> RlInputs:
     """
     tokenizer = run_tokenizer(config)
     check_roles(config, tokenizer)
-    scorer, estimator, policy_loss = run_scorer(config), choose_estimator(config), choose_policy_loss(config)
+    reward, function = config.reward_model, config.reward_model.custom_reward_function
+    scorer = make_scorer(function.path, function.name, reward.reward_num_workers, reward.reward_timeout_s)
+    estimator, policy_loss = choose_estimator(config), choose_policy_loss(config)
     train = build_prompts(config.data, tokenizer, "train")
     console.print(f"train data: {train.describe()}", markup=False)
     val_prompts: list[Prompt] = []
@@ -233,17 +225,6 @@ def load_inputs(config: RunConfig) -> RlInputs:
     return RlInputs(tokenizer, train.prompts, val_prompts, policy_loss, scorer=scorer, estimator=estimator)
 
 
-def run_scorer(config: RunConfig) -> Scorer:
-    """Return the scorer of the config's reward section."""
-    reward = config.reward_model
-    return make_scorer(
-        reward.custom_reward_function.path,
-        reward.custom_reward_function.name,
-        reward.reward_num_workers,
-        reward.reward_timeout_s,
-    )
-
-
 def print_plan(config: RunConfig, num_train_prompts: int) -> None:
     """Print what the run will do, with the arithmetic spelled out.
 
@@ -251,9 +232,8 @@ def print_plan(config: RunConfig, num_train_prompts: int) -> None:
         UserError: the batch sizes do not fit together.
     """
     plan = build_plan(config, num_train_prompts, read_model_facts(model_folder(config.actor_rollout_ref.model.path)))
-    table = Table(
-        show_header=False, box=None, padding=(0, 2, 0, 0), title="plan", title_justify="left", title_style="bold"
-    )
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.title, table.title_justify, table.title_style = "plan", "left", "bold"
     for name, value in plan_rows(plan):
         table.add_row(name, value)
     console.print(table)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.console import notice
 from pellucid.failures import GenerateCall
-from pellucid.produce import validation_sampling
+from pellucid.produce import sampling_params
 from pellucid.rollout.requests import RolloutEngine, SamplingParams
 from pellucid.run import RlRun
 from pellucid.stages import Stage
@@ -22,7 +22,7 @@ STREAM = ("validate",)
 def validate(run: RlRun, step: int) -> dict[str, float]:
     """Answer and score the run's validation prompts; return the metrics."""
     config = run.config.actor_rollout_ref.rollout
-    params = validation_sampling(config)
+    params = sampling_params(config, config.val_kwargs)
     call = GenerateCall(run.val_prompts, params, STREAM)
     with run.stage(Stage.VALIDATE, step, len(run.val_prompts) * config.val_kwargs.n, call) as advance:
         rollouts, scores = answer(

@@ -235,7 +235,7 @@ from pellucid.config import load_config
 from pellucid.files.rundir import RunDir
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.watchdog import Watchdog
-from pellucid.produce import produce, training_sampling
+from pellucid.produce import produce, sampling_params
 from pellucid.run import build_rl_run, load_inputs
 from pellucid.stages import Stage
 
@@ -245,7 +245,8 @@ inputs = load_inputs(config)
 with run_dir.lock(), inputs.scorer:
     run = build_rl_run(config, run_dir, inputs, Trackers({}), 1, Watchdog(None, lambda stall: None))
     samples, _ = produce(run, 1)
-    prompts, params = run.loader.next_batch() * 64, training_sampling(config.actor_rollout_ref.rollout)
+    rollout = config.actor_rollout_ref.rollout
+    prompts, params = run.loader.next_batch() * 64, sampling_params(rollout, rollout)
 
     def sample(step):
         with run.stage(Stage.ROLLOUT_GENERATE, step, len(prompts) * params.n) as advance:
