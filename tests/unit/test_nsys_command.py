@@ -1,9 +1,9 @@
 """The command line of nsys, and what becomes of its files, as far as that needs no nsys."""
 
-import dataclasses
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,19 +12,18 @@ from pellucid.config.schema.profiler import GlobalNsysConfig
 from pellucid.errors import UserError
 from pellucid.observe import nsys_files
 from pellucid.observe.manifest import ProfileFile, read_journals
-from pellucid.observe.nsys_command import OwnNsys, _options_in, nsys_command, num_captures
-from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.nsys_command import nsys_command
+from pellucid.observe.nsys_process import Recording
 from pellucid.observe.tools.base import Capture
-from pellucid.observe.window import Window
-from pellucid.stages import Stage, Unit
+from pellucid.stages import Stage
 
 WORKER, CONTROLLER = GlobalNsysConfig().worker_nsight_options, GlobalNsysConfig().controller_nsight_options
 KEY = "worker_nsight_options"
 
 
-def options(mapping: dict, cuda: bool = True, captures: int | None = 3) -> dict[str, str]:
+def options(mapping: dict, cuda: bool = True) -> dict[str, str]:
     """Return the command's options by name."""
-    arguments = nsys_command(mapping, KEY, cuda=cuda, num_captures=captures).arguments
+    arguments, _ = nsys_command(mapping, KEY, cuda=cuda)
     assert arguments[:2] == ["nsys", "profile"]
     return dict(argument.removeprefix("--").split("=", 1) for argument in arguments[2:])
 
@@ -32,9 +31,9 @@ def options(mapping: dict, cuda: bool = True, captures: int | None = 3) -> dict[
 def test_the_guides_options_go_to_nsys_as_they_are() -> None:
     found = options(WORKER)
     given = {name: str(value) for name, value in WORKER.items() if value is not None}
-    assert found.items() >= given.items() and found["capture-range-end"] == "repeat-shutdown:3"
+    assert found.items() >= given.items() and found["capture-range-end"] == "repeat"
     assert found["sample"] == found["cpuctxsw"] == "none" and found["wait"] == "primary"
-    assert not nsys_command(WORKER, KEY, cuda=True, num_captures=3).notices
+    assert not nsys_command(WORKER, KEY, cuda=True)[1]
     assert "capture-range" not in options(CONTROLLER) and "capture-range-end" not in options(CONTROLLER)
 
 
@@ -42,78 +41,41 @@ def test_without_cuda_what_needs_it_is_left_out_in_one_notice() -> None:
     found = options(WORKER, cuda=False)
     assert found["trace"] == "nvtx,ucx" and not [name for name in found if name.startswith("cuda")]
     assert found["capture-range"] == "nvtx" and found["nvtx-capture"] == "capture@pellucid" and found["kill"] == "none"
-    [line] = nsys_command(WORKER, KEY, cuda=False, num_captures=1).notices
-    assert "without cuda, cublas, cuda-memory-usage, cuda-graph-trace, and its captures begin and end with an NVTX range" in line
-
-
-def test_a_number_of_captures_that_is_not_known_leaves_nsys_there_to_the_end() -> None:
-    assert options(WORKER, captures=None)["capture-range-end"] == "repeat"
-
-
-@pytest.mark.parametrize(("end", "told"), [("repeat-shutdown:2", True), ("stop", True), ("repeat:3", False), ("repeat", False)])
-def test_too_few_captures_are_said(end: str, told: bool) -> None:
-    command = nsys_command(WORKER | {"capture-range-end": end}, KEY, cuda=True, num_captures=3)
-    assert [f"{KEY}.capture-range-end: {end} records" in line for line in command.notices] == [True] * told
-    assert f"--capture-range-end={end}" in command.arguments
+    [line] = nsys_command(WORKER, KEY, cuda=False)[1]
+    assert "without cuda, cublas, cuda-memory-usage, cuda-graph-trace; captures begin and end with an NVTX range" in line
 
 
 def test_options_of_the_users_own() -> None:
     found = options({"trace": "nvtx,osrt", "sample": "process-tree", "stats": True, "capture-range": "nvtx"})
     assert found["trace"] == "nvtx,osrt" and found["sample"] == "process-tree" and found["stats"] == "true"
     # nsys would end the program after its first capture otherwise
-    assert found["kill"] == "none" and found["capture-range-end"] == "repeat-shutdown:3"
+    assert found["kill"] == "none" and found["capture-range-end"] == "repeat"
+    assert options(WORKER | {"capture-range-end": "repeat-shutdown:2"})["capture-range-end"] == "repeat-shutdown:2"
     with pytest.raises(UserError, match=rf"{KEY}.output: cannot be set"):
         options({"output": "mine"})
-
-
-def request(steps: set[int], roles: dict[str, RoleRequest], continuous: bool = False) -> ProcessRequest:
-    return ProcessRequest("policy_rank_0", "policy", 0, 1, frozenset(steps), roles, Path(), continuous=continuous)
-
-
-def role(**settings: object) -> RoleRequest:
-    return dataclasses.replace(RoleRequest("nsys", Path()), **settings)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("asked", "repeat", "captures"),
-    [
-        (request({1, 2, 5}, {"actor": role(), "rollout": role()}), True, 3),
-        (request({1, 2, 5}, {"actor": role()}, continuous=True), False, 2),
-        (request({1, 2}, {"actor": role(discrete=True), "rollout": role(discrete=True)}), False, 6),
-        (request({1, 2}, {"actor": role(discrete=True)}), True, None),
-        (request({3}, {"actor": role(windows={Stage.ACTOR_UPDATE: Window(Unit.MICRO_BATCH, repeat=2)})}), False, 2),
-        (request({3}, {"actor": role(windows={Stage.ACTOR_UPDATE: Window(Unit.MICRO_BATCH, repeat=0)})}), False, None),
-    ],
-)
-def test_how_many_captures_a_process_makes_at_most(asked: ProcessRequest, repeat: bool, captures: int | None) -> None:
-    assert num_captures(asked, stages_repeat=repeat) == captures
-
-
-def test_a_programs_own_options_are_not_those_of_nsys() -> None:
-    command = ["nsys", "profile", "--capture-range=nvtx", "-o", "a b", "--trace=x=y", sys.executable, "-c", "1", "--output=c"]
-    assert _options_in(command) == {"capture-range": "nvtx", "output": "a b", "trace": "x=y"}
-    assert _options_in(["nsys", "start-agent"]) == {}
 
 
 @pytest.fixture
 def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(nsys_files, "importer", lambda: None)
     monkeypatch.setattr(nsys_files, "report_suffix", lambda: ".qdstrm")
-    monkeypatch.setattr(nsys_files, "_numbers", iter(range(1, 9)))
+    monkeypatch.setattr(nsys_files, "_numbers", count(1))
     folder = tmp_path / "profile" / "nsys-in-progress-x"
     folder.mkdir(parents=True)
     return folder
 
 
 def begin(raw: Path, step: int, stage: Stage | None = None, process: str = "policy_rank_1", whole: bool = False) -> Path:
-    nsys = OwnNsys(1, raw / f"{process}.77", None if whole else "nvtx")
-    return nsys_files.note_capture(nsys, Capture(raw.parent, "policy", step, stage, 1, 2, pid=77))
+    recording = Recording(str(raw / process), None if whole else "nvtx", 1)
+    (raw / f"{process}.done").touch()
+    return nsys_files.note_capture(recording, Capture(raw.parent, "policy", step, stage, 1, 2, pid=77))
 
 
-def finish(raw: Path) -> tuple[nsys_files.Finished, list[ProfileFile], list[str]]:
-    finished = nsys_files.finish(raw, raw.parent / ".journals")
+def finish(raw: Path) -> tuple[list[Path], list[str], list[ProfileFile], list[str]]:
+    written, problems = nsys_files.finish(raw, raw.parent / ".journals")
+    assert not raw.exists()
     files, failures = read_journals(raw.parent / ".journals")
-    return finished, files, [failure.reason for failure in failures]
+    return written, problems, files, [failure.reason for failure in failures]
 
 
 @pytest.mark.parametrize(
@@ -123,36 +85,35 @@ def finish(raw: Path) -> tuple[nsys_files.Finished, list[ProfileFile], list[str]
 def test_files_are_named_after_their_step_or_count_the_stages(raw: Path, captures: tuple, names: tuple[int, int]) -> None:
     paths = [begin(raw, step, stage) for step, stage in captures]
     for number in (1, 2):
-        (raw / f"policy_rank_1.77.{number}.qdstrm").write_bytes(b"x" * number)
-    finished, files, failures = finish(raw)
+        (raw / f"policy_rank_1.{number}.qdstrm").write_bytes(b"x" * number)
+    written, problems, files, failures = finish(raw)
     assert [path.name for path in paths] == [f"worker_process_77.{name}.qdstrm" for name in names]
-    assert finished.files == paths and not failures and not raw.exists()
+    assert written == paths and not failures
     assert [(file.path, file.step, file.stage, file.bytes, file.rank) for file in files] == [
         (path.name, step, stage, size, 1) for path, (step, stage), size in zip(paths, captures, (1, 2))
     ]
-    assert len([line for line in finished.problems if "QdstrmImporter" in line]) == 1
+    assert len([line for line in problems if "QdstrmImporter" in line]) == 1
 
 
 def test_a_capture_without_a_file_is_a_failure(raw: Path) -> None:
     begin(raw, 1), begin(raw, 2)
-    (raw / "policy_rank_1.77.qdstrm").write_bytes(b"x")
-    finished, files, failures = finish(raw)
+    (raw / "policy_rank_1.qdstrm").write_bytes(b"x")
+    _, problems, files, failures = finish(raw)
     assert [file.step for file in files] == [1]
-    assert failures == ["nsys wrote no file of the step: worker_process_77.2.qdstrm"] and failures[0] in finished.problems[-1]
+    assert failures == ["nsys wrote no file of the step: worker_process_77.2.qdstrm"] and failures[0] in problems[-1]
 
 
 def test_a_controller_has_one_file_of_all_its_steps(raw: Path) -> None:
     paths = {begin(raw, step, process="controller", whole=True) for step in (2, 4)}
-    (raw / "controller.77.qdstrm").write_bytes(b"x")
-    _, [file], failures = finish(raw)
+    (raw / "controller.qdstrm").write_bytes(b"x")
+    _, _, [file], failures = finish(raw)
     assert [path.name for path in paths] == [file.path] == ["controller_process_77.qdstrm"] and not failures
     assert (file.step, file.stage) == (2, None)
 
 
 def test_a_run_that_ended_before_the_first_profiled_step_leaves_nothing(raw: Path) -> None:
-    (raw / "controller.77.qdstrm").write_bytes(b"x")
-    finished, files, failures = finish(raw)
-    assert (finished.files, files, failures, finished.num_captures) == ([], [], [], 0) and not raw.exists()
+    (raw / "controller.qdstrm").write_bytes(b"x")
+    assert finish(raw) == ([], [], [], [])
 
 
 def test_process_ids_may_come_again(raw: Path) -> None:
@@ -162,10 +123,18 @@ def test_process_ids_may_come_again(raw: Path) -> None:
 
 def test_half_a_note_is_left_out(raw: Path) -> None:
     begin(raw, 1)
-    notes = raw / "policy_rank_1.77.captures"
-    notes.write_text(notes.read_text() + json.dumps({"number": 2})[:5])
-    (raw / "policy_rank_1.77.qdstrm").write_bytes(b"x")
-    assert len(finish(raw)[1]) == 1
+    notes = raw / "policy_rank_1.jsonl"
+    notes.write_text(notes.read_text() + json.dumps({"file": 2})[:5])
+    (raw / "policy_rank_1.qdstrm").write_bytes(b"x")
+    assert len(finish(raw)[0]) == 1
+
+
+def test_a_conversion_that_fails_leaves_what_nsys_collected(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsys_files, "importer", lambda: "sleep")
+    begin(raw, 1)
+    (raw / "policy_rank_1.qdstrm").write_bytes(b"x")
+    [path], [problem], _, _ = finish(raw)
+    assert path.suffix == ".qdstrm" and "QdstrmImporter ended with status 1" in problem
 
 
 @pytest.mark.processes

@@ -4,67 +4,54 @@ A recorded process notes each capture beside the raw files as it begins, so that
 too.
 """
 
-import json
-import re
 import shutil
 import socket
+import subprocess
 import time
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from pellucid.observe.manifest import Journal, ProfileFailure, ProfileFile, read_journals, shown_path
-from pellucid.observe.nsys_command import OwnNsys
-from pellucid.observe.nsys_supervisor import EXPORT_S, STATUS, HungWatch, end, ended_problem, nsys_tree, run_watched
+from pellucid.observe.nsys_process import AFTER_S, DONE, Recording
 from pellucid.observe.tools.base import Capture, free_path
 
 REPORT, UNCONVERTED = ".nsys-rep", ".qdstrm"
-CONVERT_S, POLL_S = 600.0, 0.25
-"""How long converting a file may take, and how often nsys is looked at."""
-_NOTES = ".captures"
+CONVERT_S, POLL_S = 600.0, 0.1
+"""How long converting a file may take, and how often is looked whether nsys is done."""
 _numbers = count(1)
 
 
-@dataclass(slots=True)
-class Finished:
-    """What `finish` found."""
-
-    files: list[Path] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    num_captures: int = 0
-    """Captures that the processes began."""
-
-
-def note_capture(nsys: OwnNsys, capture: Capture) -> Path:
-    """Write down that a capture of this process begins, and return its future path."""
-    number = next(_numbers)
-    if nsys.output is None or not nsys.is_ours:
-        output = nsys.output or Path.cwd() / "report1"
-        return output.with_name(output.name + report_suffix())
-    process = nsys.output.name.rpartition(".")[0]
-    kind = "controller" if process == "controller" and nsys.capture_range is None else "worker"
-    name = f"{kind}_process_{capture.pid}"
-    if nsys.capture_range is not None:
-        name += f".{capture.step if capture.stage is None else number}"
+def note_capture(recording: Recording, capture: Capture) -> Path:
+    """Write down that a capture of this process begins, and return the path that its file will have."""
+    number, raw = next(_numbers), Path(recording.raw)
+    if recording.capture_range is None:
+        kind = "controller" if raw.name == "controller" else "worker"
+        name = f"{kind}_process_{capture.pid}"
+    else:
+        name = f"worker_process_{capture.pid}.{capture.step if capture.stage is None else number}"
     path = free_path(capture.folder.absolute() / (name + report_suffix()))
-    note = {"number": number, "path": str(path), "process": process, "started_at": time.time()}
-    note |= {"role": capture.role, "stage": capture.stage, "step": capture.step, "call": capture.call}
-    note |= {"window": capture.window, "rank": capture.rank, "num_ranks": capture.num_ranks, "pid": capture.pid}
-    note |= {"host": socket.gethostname()}
-    with nsys.output.with_name(nsys.output.name + _NOTES).open("a", encoding="utf-8") as notes:
-        notes.write(json.dumps(note) + "\n")
+    if recording.capture_range is None and number > 1:
+        return path  # one file holds all, and is named after the first
+    note = ProfileFile(
+        path=str(path),
+        bytes=None,
+        tool="nsys",
+        role=capture.role,
+        stage=capture.stage,
+        step=capture.step,
+        rank=capture.rank,
+        num_ranks=capture.num_ranks,
+        pid=capture.pid,
+        process=raw.name,
+        host=socket.gethostname(),
+        call=capture.call,
+        window=capture.window,
+        started_at=time.time(),
+    )
+    Journal(raw.parent, raw.name).add(note)
     return path
-
-
-def note_status(nsys: OwnNsys, status: int) -> None:
-    """Write down the exit status of this process, which has nothing left to do but to end."""
-    if nsys.is_ours and nsys.output is not None:
-        path = nsys.output.with_name(nsys.output.name + STATUS)
-        path.write_text(str(status), encoding="utf-8")
 
 
 @cache
@@ -94,150 +81,76 @@ def report_suffix() -> str:
     return REPORT if importer() is not None or is_script else UNCONVERTED
 
 
-def finish(folder: Path, journals: Path, *, all_here: bool = True) -> Finished:
+def finish(folder: Path, journals: Path) -> tuple[list[Path], list[str]]:
     """Wait for what nsys still writes into `folder`, give the files their names, and write them down for the manifest.
 
     Args:
         folder: the raw files of one start of the run; it is removed.
         journals: folder of the run's journals.
-        all_here: whether all recorded processes were on this machine, where it shows whether their nsys still works.
+
+    Returns:
+        The files, and what went wrong, for the user.
     """
-    finished = Finished()
-    if not folder.is_dir():
-        return finished
-    deadline = time.monotonic() + EXPORT_S
-    watch = HungWatch(folder, lambda: [process for pid in _at_work(folder) for process in nsys_tree(pid)])
-    notes = _read_notes(folder)
-    while (working := _at_work(folder)) or (not all_here and not _all_there(folder, notes)):
-        if time.monotonic() > deadline:
-            who = f" (nsys {', '.join(map(str, working))})" if working else ""
-            finished.problems.append(
-                f"nsys has not finished its files within {EXPORT_S:.0f} s{who}; what comes later stays in {folder}"
-            )
-            break
-        if watch.hung():
-            finished.problems.append(ended_problem(working, hung=True))
-            for pid in working:
-                end(nsys_tree(pid))
-            break
+    notes = sorted(read_journals(folder)[0], key=lambda note: note.started_at)
+    deadline = time.monotonic() + AFTER_S + CONVERT_S / 10
+    while time.monotonic() < deadline and not all((folder / (note.process + DONE)).exists() for note in notes):
         time.sleep(POLL_S)
-    finished.num_captures = len(notes)
-    for raw in sorted(folder.iterdir()):
-        if raw.suffix in (REPORT, UNCONVERTED):
-            _name(raw, notes, journals, finished)
-    _report_missing(notes, journals, finished)
-    for path in (*folder.glob(f"*{_NOTES}"), *folder.glob(f"*{STATUS}"), *folder.glob("*.log")):
-        path.unlink()
-    if not any(folder.iterdir()):
-        folder.rmdir()
-    return finished
-
-
-def _read_notes(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the captures of each process, by the stem of its raw files and their number."""
-    notes = {}
-    for path in folder.glob(f"*{_NOTES}"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                note = json.loads(line)
-            except json.JSONDecodeError:  # the process was killed while it wrote
-                continue
-            notes[path.stem, note["number"]] = note
-    return notes
-
-
-def _at_work(folder: Path) -> list[int]:
-    """Return the nsys processes of this machine that write into `folder`."""
-    found = []
-    for process in psutil.process_iter(["name", "cmdline", "status"]):
-        info = process.info
-        if (
-            info["name"] == "nsys"
-            and info["status"] != psutil.STATUS_ZOMBIE
-            and any(str(folder) in part for part in info["cmdline"] or ())
-        ):
-            found.append(process.pid)
-    return found
-
-
-def _all_there(folder: Path, notes: dict[tuple[str, int], dict[str, Any]]) -> bool:
-    """Tell whether every process that noted a capture has a file, and none has grown for a moment."""
-
-    def sizes() -> dict[str, int]:
-        return {path.name: path.stat().st_size for path in folder.iterdir() if path.suffix in (REPORT, UNCONVERTED)}
-
-    before = sizes()
-    time.sleep(4 * POLL_S)
-    stems = {stem for stem, _ in notes}
-    return before == sizes() and all(any(name.startswith(f"{stem}.") for name in before) for stem in stems)
-
-
-def _name(raw: Path, notes: dict[tuple[str, int], dict[str, Any]], journals: Path, finished: Finished) -> None:
-    """Convert a raw file if that is still to be done, and move it to its place."""
-    match = re.fullmatch(r"([^.]+\.\d+)(?:\.(\d+))?", raw.stem)
-    if match is None:
-        return
-    stem, number = match[1], int(match[2] or 1)
-    note = notes.get((stem, number))
-    if note is None:  # recorded from start to end, and the run ended before the first step to profile
-        raw.unlink()
-        return
-    target = Path(note["path"])
-    if raw.suffix == UNCONVERTED:
-        raw = _convert(raw, finished) or raw
-    path = free_path(target.with_suffix(raw.suffix))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(raw, path)
-    except OSError as error:
-        finished.problems.append(f"{raw} cannot become {path}: {error}")
-        return
-    finished.files.append(path)
-    _write_down(path, note, journals)
-
-
-def _convert(raw: Path, finished: Finished) -> Path | None:
-    """Make a report of what nsys collected and could not convert itself; None if that cannot be done here either."""
-    program, report = importer(), raw.with_suffix(REPORT)
-    how = f"Convert it on a machine with Nsight Systems: QdstrmImporter --input-file {raw.name}"
-    if program is None:
-        problem = f"there is no QdstrmImporter here, so files stay as nsys collected them ({UNCONVERTED}). {how}"
-        if not any("QdstrmImporter here" in said for said in finished.problems):
-            finished.problems.append(problem)
-        return None
-    command = [str(program), "--force-overwrite", "--input-file", str(raw), "--output-file", str(report)]
-    try:
-        status, output = run_watched(command, raw.parent, CONVERT_S)
-        failed = status != 0 or not report.exists()
-        said = (output.strip().splitlines() or [f"status {status}"])[-1]
-    except OSError as error:  # a time-out among them
-        failed, said = True, str(error)
-    if failed:
-        finished.problems.append(f"{raw.name} stays as nsys collected it: {said}. {how}")
-        return None
-    raw.unlink()
-    return report
-
-
-def _write_down(path: Path, note: dict[str, Any], journals: Path) -> None:
-    """Add a file to the journal of its process, over what the process itself wrote of it, if it came to that."""
-    values = {name: value for name, value in note.items() if name not in ("number", "path")}
-    shown, size = shown_path(path, journals.parent), path.stat().st_size
     known = {file.path: file for file in read_journals(journals)[0]}
-    # What a process that is recorded from start to end wrote last is of its last step, and the note of its first.
-    written = {"units": known[shown].units, "duration_s": known[shown].duration_s} if shown in known else {}
-    Journal(journals, note["process"]).add(ProfileFile(path=shown, bytes=size, tool="nsys", **values, **written))
+    files, problems = list[Path](), list[str]()
+    for process in sorted({note.process for note in notes}):
+        journal = Journal(journals, process)
+        for number, note in enumerate((note for note in notes if note.process == process), 1):
+            try:
+                path = _place(folder, number, note, problems)
+            except OSError as error:
+                problems.append(f"{note.path} cannot be written ({error}); what nsys wrote stays in {folder}")
+                return files, problems
+            if path is None:
+                what = f"nsys wrote no file of {note.stage or 'the step'}: {Path(note.path).name}"
+                problems.append(f"step {note.step}, {process}: {what}")
+                journal.add(ProfileFailure(what, note.step, note.stage, note.role, note.rank, "nsys", process))
+                continue
+            files.append(path)
+            shown = shown_path(path, journals.parent)
+            # What the process itself wrote when the capture ended, if it came to that.
+            more = {"units": known[shown].units, "duration_s": known[shown].duration_s} if shown in known else {}
+            journal.add(replace(note, path=shown, bytes=path.stat().st_size, **more))
+    shutil.rmtree(folder)  # what is left was recorded before the first step to profile
+    return files, problems
 
 
-def _report_missing(notes: dict[tuple[str, int], dict[str, Any]], journals: Path, finished: Finished) -> None:
-    """Say of which captures there is no file."""
-    seen = {path.stem for path in finished.files}
-    for note in notes.values():
-        path = Path(note["path"])
-        if path.stem in seen:
-            continue
-        seen.add(path.stem)
-        reason = f"nsys wrote no file of {note['stage'] or 'the step'}: {path.name}"
-        values = {name: note[name] for name in ("step", "stage", "role", "rank", "process")}
-        Journal(journals, note["process"]).add(ProfileFailure(reason, tool="nsys", **values))
-        finished.problems.append(f"step {note['step']}, {note['process']}: {reason}")
+def _place(folder: Path, number: int, note: ProfileFile, problems: list[str]) -> Path | None:
+    """Move the raw file of a process's capture to its place, converted if that is still to be done; None: there is
+    none.
+    """
+    names = [f"{note.process}.{number}", note.process] if number == 1 else [f"{note.process}.{number}"]
+    raws = (folder / f"{name}{suffix}" for name in names for suffix in (REPORT, UNCONVERTED))
+    raw = next((path for path in raws if path.exists()), None)
+    if raw is None:
+        return None
+    if raw.suffix == UNCONVERTED:
+        raw = _convert(raw, problems)
+    path = free_path(Path(note.path).with_suffix(raw.suffix))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(raw, path)
+    return path
+
+
+def _convert(raw: Path, problems: list[str]) -> Path:
+    """Make a report of what nsys collected and could not convert itself, or leave it as it is, and say so."""
+    program, report = importer(), raw.with_suffix(REPORT)
+    if program is None:
+        why = "there is no QdstrmImporter here"
+    else:
+        command = [program, "--force-overwrite", "--input-file", raw, "--output-file", report]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_S, check=False)
+            why = "" if report.exists() else f"QdstrmImporter ended with status {done.returncode}: {done.stderr[-200:]}"
+        except subprocess.TimeoutExpired:
+            why = f"QdstrmImporter took longer than {CONVERT_S:.0f} s"
+    if not why:
+        return report
+    how = "convert it on a machine with Nsight Systems: QdstrmImporter --input-file FILE"
+    if not any(why in said for said in problems):
+        problems.append(f"files stay as nsys collected them ({UNCONVERTED}): {why}; {how}")
+    return raw

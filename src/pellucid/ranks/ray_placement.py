@@ -57,7 +57,7 @@ class RayPlacement(Placement):
             opened.callback(self._cluster.close)
             self._recorded = RecordedRanks(config, run_dir.path, self._cluster.device)
             # Ray's end would end nsys, too, in the middle of its files.
-            opened.callback(lambda: self._recorded.finish(all_here=self._cluster.is_local))
+            opened.callback(self._recorded.finish)
             memory = SharedMemory(ray)
             for pool in pools:
                 self._groups[pool.name] = self._start(pool, memory, heartbeat)

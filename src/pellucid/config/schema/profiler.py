@@ -195,8 +195,7 @@ class GlobalNsysConfig:
             "kill": "none",
         }
     )
-    """Options for the ranks' processes; `capture-range-end: null` becomes `repeat-shutdown:N` with the run's own
-    number."""
+    """Options for the ranks' processes; `capture-range-end: null` becomes `repeat`, which records every capture."""
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,17 @@
 captures.
 
 `observe/recording.py` starts processes that way. Stages and units are NVTX ranges of the domain `pellucid`; nsys writes
-its files when the last capture is over or the process has ended, and only then do they get their names
-(`nsys_files.py`).
+its files later, and they get their names in `nsys_files.py`.
 """
 
 from contextlib import AbstractContextManager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pellucid.errors import UserError
-from pellucid.observe.nsys_command import CAPTURE_RANGE, DOMAIN, OwnNsys, check_nsys, check_options, own_nsys
+from pellucid.observe.nsys_command import CAPTURE_RANGE, DOMAIN, check_nsys, check_options
 from pellucid.observe.nsys_files import note_capture
+from pellucid.observe.nsys_process import own_recording
 from pellucid.observe.tools.base import Capture, ToolSettings
 
 
@@ -21,8 +20,7 @@ class NsysTool:
     """Opens and closes the captures of the nsys that records this process."""
 
     def __init__(self, settings: ToolSettings) -> None:
-        self._nsys = _own_nsys()
-        self._capture: Capture | None = None
+        self._recording = own_recording()
         self._path = Path()
         self._ranges: list[Any] = []
 
@@ -30,7 +28,7 @@ class NsysTool:
     def check(cls, settings: ToolSettings) -> None:
         """Find out whether nsys is here and takes the options; under nsys already they have shown that they work."""
         check_nsys()
-        if _own_nsys() is None:
+        if own_recording() is None:
             check_options(settings.global_options.nsys, cuda=settings.device == "cuda")
 
     def warm_up(self, capture: Capture) -> None:
@@ -42,18 +40,16 @@ class NsysTool:
         Raises:
             UserError: no nsys records this process, or it cannot see this version of `nvtx`.
         """
-        nsys = self._nsys
-        if nsys is None:
+        if self._recording is None:
             raise UserError(
                 "global_profiler.tool",
                 "nsys: this process was not started under nsys, which records nothing of it.",
                 "Start the run with `pellucid train` on machines that all have nsys on PATH.",
             )
-        self._capture = capture
-        self._path = note_capture(nsys, capture)
-        if nsys.capture_range == "cudaProfilerApi":
+        self._path = note_capture(self._recording, capture)
+        if self._recording.capture_range == "cudaProfilerApi":
             _cudart().cudaProfilerStart()
-        elif nsys.capture_range == "nvtx":
+        elif self._recording.capture_range == "nvtx":
             self._open(CAPTURE_RANGE)
         self._open(f"step_{capture.step}")
 
@@ -67,12 +63,11 @@ class NsysTool:
         """Close the capture, and return the name of the file that nsys writes later."""
         import nvtx
 
-        capture, self._capture = self._capture, None
+        if not self._ranges:
+            return []  # it was only warming up
         while self._ranges:
             nvtx.end_range(self._ranges.pop())
-        if capture is None or self._nsys is None:
-            return []
-        if self._nsys.capture_range == "cudaProfilerApi":
+        if self._recording is not None and self._recording.capture_range == "cudaProfilerApi":
             _cudart().cudaProfilerStop()
         return [self._path]
 
@@ -89,12 +84,6 @@ class NsysTool:
                 "Update Nsight Systems, or: pip install 'nvtx<0.2.12'",
             )
         self._ranges.append(opened)
-
-
-@cache
-def _own_nsys() -> OwnNsys | None:
-    # Asked once: nsys leaves when it has recorded the last capture, and the process goes on.
-    return own_nsys()
 
 
 def _cudart() -> Any:
