@@ -86,7 +86,7 @@ DEFECTS = (
            (("border_style=\"red\"))\n        sys.exit(2)", "border_style=\"red\"))\n        sys.exit(1)"),),
            ("integration/test_bad_input.py",), "two_mistakes or missing_or_broken"),
     Defect("window", "a profiler window begins one unit late",
-           (("position < self.wait:", "position <= self.wait:"),), ("unit/test_profiler_window.py", "unit/test_window.py")),
+           (("position < self.wait or", "position <= self.wait or"),), ("unit/test_profiler_window.py", "unit/test_window.py")),
     Defect("norm", "a capture's norm is the square of it",
            (("norm=np.sqrt(found.sums[:, 1]) + unknown", "norm=found.sums[:, 1] + unknown"),),
            ("unit/test_precision_statistics.py",)),

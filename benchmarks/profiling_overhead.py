@@ -22,9 +22,8 @@ import torch
 from common import Setup, parser, report
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.observe.process import ProcessProfiler
-from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.request import ProcessRequest, RoleRequest, Window
 from pellucid.observe.spans import SpanRecorder
-from pellucid.observe.window import Window
 from pellucid.rollout.requests import SamplingParams
 from pellucid.stages import NO_PROBE, Stage, TokenSpans, Unit
 from pellucid.training.common.heads import LogProbHead

@@ -175,12 +175,11 @@ def test_a_stage_that_does_not_run_is_said(work: Workspace) -> None:
     assert captured(content) == {(2, "actor_update", 0)} and not content["complete"]
 
 
-def test_an_unreadable_manifest_is_moved_aside(work: Workspace) -> None:
+def test_an_unreadable_manifest_is_made_anew(work: Workspace) -> None:
     (work.run_dir / "profile").mkdir(parents=True)
     (work.run_dir / "profile" / "manifest.json").write_text("{")
     done = work.train(*SHORT)
-    assert "the earlier manifest cannot be read" in done.text
-    (work.run_dir / "profile" / "manifest.json.unreadable").unlink()
+    assert "manifest.json cannot be read" in done.text
     assert manifest(work.run_dir)["complete"]
 
 

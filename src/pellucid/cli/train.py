@@ -52,14 +52,14 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     from pellucid.files.rundir import RunDir
     from pellucid.learn import learn
     from pellucid.loop import Job
-    from pellucid.observe.captures import check_tools, finish, record_failures
+    from pellucid.observe.captures import check_tools, finish
     from pellucid.produce import produce
     from pellucid.run import build_rl_run, load_inputs, print_plan
     from pellucid.validation import validate
 
     if config.trainer.ray_address is None:  # a cluster's devices are on other machines
         devices.choose_device(config.trainer.device)
-    config, unusable = check_tools(config)
+    check_tools(config)
     inputs = load_inputs(config)
     if not config.trainer.val_only:
         print_plan(config, len(inputs.train_prompts))
@@ -73,7 +73,6 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
             _validate_only(config, run_dir, inputs)
             return
         began = time.time()
-        record_failures(run_dir.path, unusable)
         try:
             if _train(config, loaded.yaml, run_dir, len(inputs.train_prompts), build, Job(produce, learn, validate)):
                 _summary(run_dir)

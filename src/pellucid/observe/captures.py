@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pellucid.config.schema import RunConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig
@@ -22,17 +22,14 @@ from pellucid.errors import UserError
 from pellucid.observe.manifest import (
     JOURNALS,
     MANIFEST,
-    Journal,
     Manifest,
     ProfileFailure,
     manifest_folder,
     read_journals,
 )
 from pellucid.observe.process import WRITE, ProcessProfiler, ProfilerError, megabytes
-from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.request import ProcessRequest, RoleRequest, Window
 from pellucid.observe.tools import ToolSettings, tool_class
-from pellucid.observe.tools.base import free_path
-from pellucid.observe.window import Window
 from pellucid.stages import Stage, Unit, stages_of
 
 PRECISION_DEBUGGER = "precision_debugger"
@@ -50,7 +47,7 @@ def rank_request(
 ) -> ProcessRequest | None:
     """Return what a rank is asked to capture; None when that is nothing."""
     chosen = _role_requests(config, run_dir, roles, rank)
-    return _request(config, run_dir, f"{pool}_rank_{rank}", pool, rank, num_ranks, chosen, device)
+    return _request(config, run_dir, chosen, f"{pool}_rank_{rank}", pool, device, rank, num_ranks)
 
 
 def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str], device: str) -> ProcessRequest | None:
@@ -63,18 +60,18 @@ def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str],
         discrete = any(section.captures_stages for section in config.profilers.values() if section.collects)
         discrete &= profiler.tool != "nsys" or bool(roles)  # nsys records a process of its own from start to end
         chosen["controller"] = RoleRequest(profiler.tool, save_folder(profiler.save_path, run_dir), discrete)
-    return _request(config, run_dir, "controller", POOL if roles else "controller", 0, 1, chosen, device)
+    return _request(config, run_dir, chosen, "controller", POOL if roles else "controller", device)
 
 
 def _request(
     config: RunConfig,
     run_dir: Path,
+    roles: dict[str, RoleRequest],
     process: str,
     group: str,
-    rank: int,
-    num_ranks: int,
-    roles: dict[str, RoleRequest],
     device: str,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> ProcessRequest | None:
     profiler = config.global_profiler
     if not profiler.steps or not roles:
@@ -103,27 +100,20 @@ def is_strict(config: RunConfig, tools: Collection[str | None]) -> bool:
 
 def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], rank: int) -> dict[str, RoleRequest]:
     """Return what is captured of each of a process's roles; roles of which nothing is are left out."""
-    requests = {}
+    requests, precision = {}, config.global_profiler.global_tool_config.precision_debugger
     for name in roles:
         section = config.profilers[name]
-        selected = section.enable and (section.all_ranks or rank in section.ranks)
-        windows = _windows(name, section)
+        if section.tool is None or not section.enable or not (section.all_ranks or rank in section.ranks):
+            continue
+        windows, stages = _windows(name, section), None
         # A schedule without a stage of this role, as one that follows the actor may have, captures nothing of it.
-        if selected and section.tool is not None and (windows or section.discrete or not section.captures_stages):
+        captures = bool(windows) or section.discrete or not section.captures_stages
+        if section.tool == PRECISION_DEBUGGER:
+            stages = frozenset(stage for stage in stages_of(name) if precision.covers(stage))
+        if captures and stages != frozenset():
             folder = save_folder(section.save_path, run_dir)
-            if (stages := _stages(config, name, section)) != frozenset():
-                requests[name] = RoleRequest(
-                    section.tool, folder, section.discrete, windows, section.tool_config, stages
-                )
+            requests[name] = RoleRequest(section.tool, folder, section.discrete, windows, section.tool_config, stages)
     return requests
-
-
-def _stages(config: RunConfig, role: str, section: ProfilerConfig) -> frozenset[Stage] | None:
-    """Return which of a role's stages its tool captures; None: all."""
-    if section.tool != PRECISION_DEBUGGER:
-        return None
-    options = config.global_profiler.global_tool_config.precision_debugger
-    return frozenset(stage for stage in stages_of(role) if options.covers(stage))
 
 
 def _windows(role: str, section: ProfilerConfig) -> dict[Stage, Window]:
@@ -139,19 +129,15 @@ def _windows(role: str, section: ProfilerConfig) -> dict[Stage, Window]:
     return {stage: window for stage in stages_of(role) if stage in schedule.stages}
 
 
-def check_tools(config: RunConfig) -> tuple[RunConfig, list[ProfileFailure]]:
-    """Check, before a model is loaded, that the tools asked for work here; without those that do not the run goes on.
-
-    Returns:
-        The config, profiling switched off for roles whose tool does not work, and why, for `record_failures`.
+def check_tools(config: RunConfig) -> None:
+    """Say, before a model is loaded, which of the tools asked for do not work here; the run goes on without those.
 
     Raises:
         UserError: one does not work, and `global_profiler.strict` is set or it is the precision debugger, whose
             captures are what a run that asks for them is for.
     """
-    profiler, failures = config.global_profiler, list[ProfileFailure]()
-    if not profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check for themselves
-        return config, failures
+    if not config.global_profiler.steps or config.trainer.ray_address is not None:  # a cluster's ranks check themselves
+        return
     unusable = unusable_tools(config)
     tools = {config.profilers[name].tool for name in unusable}
     if unusable and (PRECISION_DEBUGGER in tools or is_strict(config, tools)):
@@ -159,11 +145,6 @@ def check_tools(config: RunConfig) -> tuple[RunConfig, list[ProfileFailure]]:
     for why in dict.fromkeys(map(str, unusable.values())):
         roles = [name for name, error in unusable.items() if str(error) == why]
         notice(f"NO PROFILING of {', '.join(roles)}: {why} The run goes on without it.", style="bold red")
-    for name, error in unusable.items():
-        tool = config.profilers[name].tool or ""
-        failures.append(ProfileFailure(str(error), min(profiler.steps), None, name, 0, tool, "controller", final=True))
-        config = _without(config, f"{PROFILED_SECTIONS[name]}.profiler")
-    return config, failures
 
 
 def unusable_tools(config: RunConfig) -> dict[str, UserError]:
@@ -180,20 +161,6 @@ def unusable_tools(config: RunConfig) -> dict[str, UserError]:
         except UserError as error:
             found[name] = error
     return found
-
-
-def record_failures(run_dir: Path, failures: list[ProfileFailure]) -> None:
-    """Write down, for the manifest, what kept a tool from being used at all."""
-    for failure in failures:
-        Journal(manifest_folder(run_dir) / JOURNALS, failure.process).add(failure)
-
-
-def _without(section: Any, path: str) -> Any:
-    """Return a section with profiling switched off for the role whose settings are at `path` below it."""
-    name, _, rest = path.partition(".")
-    if not name:
-        return dataclasses.replace(section, enable=False)
-    return dataclasses.replace(section, **{name: _without(vars(section)[name], rest)})
 
 
 class Ranks(Protocol):
@@ -233,16 +200,15 @@ class RunProfiler:
         first_step: int,
         total_steps: int,
     ) -> None:
-        self._config, self._ranks, self._total_steps = config, ranks, total_steps
-        self.process = process
+        self._config, self._ranks, self.process = config, ranks, process
         self.folder = manifest_folder(run_dir)
         own = [] if process.request is None else [process.request]
         self._requests = [*own, *ranks.profile_requests]
         asked = set(config.global_profiler.steps or ()) if self._requests else set[int]()
         self._steps = {step for step in asked if first_step <= step <= total_steps}
-        self._unwritten: list[tuple[int, set[Stage]]] = []
-        """Steps whose captures are not written yet, and the stages that ran in them."""
-        earlier = earlier_manifest(self.folder)
+        self._unwritten: dict[int, set[Stage]] = {}
+        """Steps whose captures are not in the manifest yet, and the stages that ran in them."""
+        earlier = _earlier_manifest(self.folder)
         self._said = {str(failure) for failure in earlier.failures}
         late = sorted(step for step in asked if step > total_steps)
         if late and config.trainer.total_training_steps is None:  # else it was said when the config was checked
@@ -250,8 +216,25 @@ class RunProfiler:
         if early := sorted(step for step in asked if step < first_step and step not in earlier.profiled):
             notice(f"global_profiler.steps: {early} will not be profiled: the run goes on from step {first_step}.")
         if self._requests:
-            _say_where(self._requests)
-            _say_left_out(config, self._requests)
+            self._say_what()
+
+    def _say_what(self) -> None:
+        """Say what will be captured, and of which roles with settings of their own nothing is."""
+        requests = self._requests
+        parts = [
+            f"{request.process} ({', '.join(request.roles)}; "
+            f"{', '.join(dict.fromkeys(role.tool for role in request.roles.values()))})"
+            for request in requests
+        ]
+        folders = dict.fromkeys(str(role.folder) for request in requests for role in request.roles.values())
+        said = f"profiling steps {sorted(requests[0].steps)} of {'; '.join(parts)} into {', '.join(folders)}"
+        console.print(said, markup=False, soft_wrap=True)
+        captured = {name for request in requests for name in request.roles}
+        for name, section in self._config.profilers.items():
+            follows = section == self._config.actor_rollout_ref.actor.profiler
+            if section.collects and name not in captured and not follows:
+                why = "its schedule names no stage of it, or the run has no such role"
+                notice(f"{PROFILED_SECTIONS[name]}.profiler: nothing of {name} is captured: {why}.")
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -261,39 +244,34 @@ class RunProfiler:
         Raises:
             ProfilerError: a capture failed, and `global_profiler.strict` is set.
         """
-        process = self.process
-        if step not in self._steps:
-            with process.spans.span("step", step=step):
-                yield
-            return
         with ExitStack() as ending:
-            ending.push(lambda kind, error, trace: self._end(step, failed=kind is not None))
-            self._ranks.begin_profiled_step(step)
-            process.begin_step(step)
-            with process.spans.span("step", step=step):
+            if step in self._steps:
+                ending.push(lambda kind, error, trace: self._end(step, failed=kind is not None))
+                self._ranks.begin_profiled_step(step)
+                self.process.begin_step(step)
+            with self.process.spans.span("step", step=step):
                 yield
 
     def _end(self, step: int, *, failed: bool) -> None:
         """Write what was captured of a step; each part of it is tried, whatever happens in the others."""
         goes_on = self._config.global_profiler.profile_continuous_steps and step + 1 in self._steps
         last = failed or not goes_on
-        self._unwritten.append((step, self.process.take_ran(step)))
+        self._unwritten[step] = self.process.stages_of_step(step)
         with ExitStack() as parts, self.process.spans.detail(WRITE, step=step):
             if last:
-                parts.callback(self.write_manifest, failed=failed)
+                parts.callback(self._write_manifest, failed=failed)
             parts.callback(self._ranks.end_profiled_step, step, last=last)
             parts.callback(self.process.end_step, step, last=last)
 
-    def write_manifest(self, *, failed: bool = False) -> None:
+    def _write_manifest(self, *, failed: bool) -> None:
         """Write the manifest, and say what is new in it: files and sizes, and what went wrong.
 
         Raises:
             ProfilerError: something is missing, and `global_profiler.strict` is set; not where the step has `failed`
                 anyhow.
         """
-        done, self._unwritten = self._unwritten, []
-        steps = {step for step, _ in done}
-        manifest = make_manifest(self._config, self.folder, steps)
+        done, self._unwritten = self._unwritten, {}
+        manifest = make_manifest(self._config, self.folder, done)
         missing = [] if failed else list(self._missing(done, manifest))
         manifest.failures += missing
         manifest.complete = manifest.complete and not missing
@@ -303,30 +281,26 @@ class RunProfiler:
                 what = f"profiling: {failure.process}, step {failure.step}: {failure.reason}"
                 error_console.print(what, style="red", markup=False)  # the controller's own were said at once
             self._said.add(str(failure))
-        new = [file for file in manifest.files if file.step in steps]
-        if new:
+        if new := [file for file in manifest.files if file.step in done]:
             size = sum(file.bytes or 0 for file in new)
-            left = [step for step in self._steps if step > max(steps)]
+            left = [step for step in self._steps if step > max(done)]
             more = f"; the {len(left)} to come take about {megabytes(size * len(left))} more" if left and size else ""
             if late := sum(file.bytes is None for file in new):
                 more += f"; {late} are written when the run is over"
-            console.print(
-                f"profiled step {', '.join(map(str, sorted(steps)))}: {len(new)} files, {megabytes(size)}{more} "
-                f"({path})",
-                markup=False,
-                soft_wrap=True,
-            )
+            said = f"profiled step {', '.join(map(str, done))}: {len(new)} files, {megabytes(size)}{more} ({path})"
+            console.print(said, markup=False, soft_wrap=True)
         if missing and self._config.global_profiler.strict:
             raise ProfilerError(f"{missing[0].reason} (global_profiler.strict ends the run)")
 
-    def _missing(self, done: list[tuple[int, set[Stage]]], manifest: Manifest) -> Iterator[ProfileFailure]:
+    def _missing(self, done: dict[int, set[Stage]], manifest: Manifest) -> Iterator[ProfileFailure]:
         """Yield a failure for each capture that was asked for, gave no file, and left no word why."""
         there = {(file.process, file.step, file.stage) for file in manifest.files}
         there |= {(failure.process, failure.step, failure.stage) for failure in manifest.failures}
         ended = {(failure.process, failure.tool) for failure in manifest.failures if failure.final}
-        for number, (step, ran) in enumerate(done):
+        for step, ran in done.items():
             for request in self._requests:
-                for name, stage, role in _wanted(request, ran, shared=number > 0 and request.continuous):
+                shared = request.continuous and step != min(done)
+                for name, stage, role in _wanted(request, ran, shared=shared):
                     if (request.process, step, stage) in there or (request.process, role.tool) in ended:
                         continue
                     if stage is None or stage in ran:
@@ -363,20 +337,18 @@ def _wanted(
                 yield name, stage, role
 
 
-def earlier_manifest(folder: Path) -> Manifest:
-    """Return the manifest of earlier starts of the run; one that cannot be read is moved aside."""
+def _earlier_manifest(folder: Path) -> Manifest:
+    """Return the manifest of earlier starts of the run; in place of one that cannot be read comes a new one."""
     try:
         return Manifest.read(folder)
     except ValueError as error:
-        aside = free_path(folder / f"{MANIFEST}.unreadable")
-        (folder / MANIFEST).replace(aside)
-        notice(f"profiling: the earlier manifest cannot be read ({error}); it is now {aside}", style="red")
+        notice(f"profiling: {folder / MANIFEST} cannot be read ({error}), and is made anew", style="red")
         return Manifest()
 
 
 def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) -> Manifest:
     """Return the manifest of what the journals hold, with earlier starts of the run and the steps `profiled` since."""
-    before = earlier_manifest(folder)
+    before = _earlier_manifest(folder)
     files, failures = read_journals(folder / JOURNALS)
     requested = sorted(set(config.global_profiler.steps or ()))
     steps = sorted({*before.profiled, *profiled})
@@ -428,59 +400,14 @@ def finish(config: RunConfig, run_dir: Path, *, since: float) -> None:
 
 def _run_hook(command: str, timeout_s: float, run_dir: Path, folder: Path, manifest: Path) -> None:
     """Run the user's command; that it fails is said and changes nothing."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    environment |= {
-        "PELLUCID_RUN_DIR": str(run_dir.absolute()),
-        "PELLUCID_PROFILE_DIR": str(folder),
-        "PELLUCID_MANIFEST": str(manifest),
-    }
-    try:
-        # In a session of its own, so that what the command has started ends with it.
-        hook = subprocess.Popen(command, shell=True, env=environment, stdout=sys.stderr, start_new_session=True)
-    except OSError as error:
-        notice(f"global_profiler.finish_hook_cmd cannot be run ({error}): {command}", style="red")
-        return
-    try:
-        status = hook.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(hook.pid, signal.SIGKILL)
-        hook.wait()
-        notice(f"global_profiler.finish_hook_cmd was ended after {timeout_s:g} s: {command}", style="red")
-        return
-    if status:
-        notice(f"global_profiler.finish_hook_cmd ended with status {status}: {command}", style="red")
-
-
-def _say_where(requests: list[ProcessRequest]) -> None:
-    steps = sorted(requests[0].steps)
-    folders = ", ".join(dict.fromkeys(str(role.folder) for request in requests for role in request.roles.values()))
-    parts = []
-    for request in requests:
-        tools = ", ".join(dict.fromkeys(role.tool for role in request.roles.values()))
-        parts.append(f"{request.process} ({', '.join(request.roles)}; {tools}; {_mode(request)})")
-    console.print(f"profiling steps {steps} of {'; '.join(parts)} into {folders}", markup=False, soft_wrap=True)
-
-
-def _mode(request: ProcessRequest) -> str:
-    """Return what a process's captures are of."""
-    windows = [
-        f"{window.active or 'all'} {window.unit} of {stage}"
-        for role in request.roles.values()
-        for stage, window in role.windows.items()
-    ]
-    whole = ["whole steps"] if request.whole_step is not None else []
-    stages = ["whole stages"] if any(role.discrete for role in request.roles.values()) else []
-    return ", ".join(whole + stages + windows)
-
-
-def _say_left_out(config: RunConfig, requests: list[ProcessRequest]) -> None:
-    """Say which roles with settings of their own are not captured anywhere, because what they follow names none of
-    their stages.
-    """
-    captured = {name for request in requests for name in request.roles}
-    for name, section in config.profilers.items():
-        if section.collects and name not in captured and section != config.actor_rollout_ref.actor.profiler:
-            key = f"{PROFILED_SECTIONS[name]}.profiler"
-            notice(
-                f"{key}: nothing of {name} is captured: its schedule names no stage of it, or the run has no such role."
-            )
+    about = {"RUN_DIR": run_dir.absolute(), "PROFILE_DIR": folder, "MANIFEST": manifest}
+    environment = os.environ | {f"PELLUCID_{name}": str(path) for name, path in about.items()}
+    # In a session of its own, so that what the command has started ends with it.
+    with subprocess.Popen(command, shell=True, env=environment, stdout=sys.stderr, start_new_session=True) as hook:
+        try:
+            ended = f"ended with status {hook.wait(timeout_s)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(hook.pid, signal.SIGKILL)
+            ended = f"was ended after {timeout_s:g} s"
+    if hook.returncode:
+        notice(f"global_profiler.finish_hook_cmd {ended}: {command}", style="red")

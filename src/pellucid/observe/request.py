@@ -8,8 +8,41 @@ from pathlib import Path
 
 from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig
 from pellucid.observe.tools.base import ToolSettings
-from pellucid.observe.window import Window
-from pellucid.stages import Stage
+from pellucid.stages import Stage, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which units of a stage are captured: cycles of `wait`, `warmup` and `active` ones after `skip_first`."""
+
+    unit: Unit
+    skip_first: int = 0
+    wait: int = 0
+    warmup: int = 0
+    active: int | None = 1
+    """None: to the end of the stage."""
+    repeat: int = 1
+    """Cycles; 0 goes on to the end of the stage."""
+
+    def action(self, number: int) -> str:
+        """Return what happens during a unit, counted from 0, in torch's words: NONE, WARMUP, RECORD, or in the last one
+        of a cycle RECORD_AND_SAVE.
+        """
+        number, idle = number - self.skip_first, self.wait + self.warmup
+        cycle, position = (0, number) if self.active is None else divmod(number, idle + self.active)
+        if number < 0 or position < self.wait or (self.repeat and cycle >= self.repeat):
+            return "NONE"
+        if position < idle:
+            return "WARMUP"
+        is_last = self.active is not None and position == idle + self.active - 1
+        return "RECORD_AND_SAVE" if is_last else "RECORD"
+
+    @property
+    def num_units(self) -> int:
+        """Units that a stage must have for all that is asked for; of cycles without end, for the first."""
+        if self.active is None:
+            return self.skip_first + 1
+        return self.skip_first + max(self.repeat, 1) * (self.wait + self.warmup + self.active)
 
 
 @dataclass(frozen=True, slots=True)
