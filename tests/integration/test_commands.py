@@ -1,5 +1,6 @@
 """`pellucid export`, `eval`, `rollouts` and `sft` on a real run; and what the command line itself promises."""
 
+import json
 import re
 import subprocess
 import sys
@@ -126,6 +127,8 @@ def test_sft_that_is_not_finite_stops_with_one_message(work):
     done = work.run("sft", "sft.yaml", "optim.lr=1e38", status=1)
     assert "Traceback" not in done.output and "weights" in done.text
     assert not (work.run_dir / "checkpoints").exists()
+    work.run("sft", "sft.yaml", "trainer.total_training_steps=1", "model.init_config.num_hidden_layers=1")
+    assert json.loads((work.run_dir / "model" / "config.json").read_text())["num_hidden_layers"] == 1, "that of the start before"
 
 
 def test_help_names_every_command():

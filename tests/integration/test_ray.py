@@ -117,6 +117,8 @@ def test_nan_on_the_ranks_saves_the_batch_and_stops(work: Workspace, ranks: tupl
     done = work.train(*ranks, *QUIET, "actor_rollout_ref.actor.policy_loss.loss_mode=nan.py:loss", status=1)
     assert "actor/loss is nan at samples" in done.output and "Traceback" not in done.output
     assert (work.run_dir / "failures" / "step_000001" / "batch.safetensors").is_file()
+    logs = [(work.run_dir / "logs" / f"policy_rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert all(log.rstrip().endswith("done") for log in logs), "a rank was killed instead of leaving"
 
 
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(work: Workspace) -> None:
