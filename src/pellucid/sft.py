@@ -7,7 +7,7 @@ cross-entropy.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,8 +20,7 @@ from pellucid.config.schema.model import BaseModelConfig, ModelConfig
 from pellucid.config.schema.root import ActorRolloutRefConfig
 from pellucid.config.schema.trainer import BaseTrainerConfig, TrainerConfig
 from pellucid.console import console
-from pellucid.data.prompts import encode_text, render, uses_template
-from pellucid.data.sources import load_rows
+from pellucid.data import build_prompts
 from pellucid.errors import UserError, did_you_mean
 from pellucid.files.rundir import RunDir
 from pellucid.loop import Job
@@ -52,7 +51,7 @@ def run_config(config: SftConfig, run_dir: RunDir) -> RunConfig:
     )
     policy = ModelConfig(path=path, **_shared(BaseModelConfig, model))
     return RunConfig(
-        data=DataConfig(**_shared(SourceConfig, config.data)),
+        data=DataConfig(**_shared(SourceConfig, config.data), max_prompt_length=config.data.max_length),
         actor_rollout_ref=ActorRolloutRefConfig(model=policy, actor=actor),
         trainer=TrainerConfig(
             **_shared(BaseTrainerConfig, trainer),
@@ -77,8 +76,8 @@ def load_sft_inputs(config: SftConfig, run: RunConfig) -> Inputs:
     model = config.model
     tokenizer_path = model.tokenizer_path or run.actor_rollout_ref.model.path
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=model.trust_remote_code)
-    train = load_examples(config, tokenizer, "train")
-    val = load_examples(config, tokenizer, "val") if config.data.val_files else []
+    train = load_examples(run, tokenizer, "train")
+    val = load_examples(run, tokenizer, "val") if config.data.val_files else []
     if model.path is None and model.init_config is not None:  # made anew at each start: the config may be another
         fresh = init_model(model.init_config, seed=config.trainer.seed, device=devices.choose_device("cpu"))
         fresh.generation_config.eos_token_id = tokenizer.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
@@ -86,50 +85,27 @@ def load_sft_inputs(config: SftConfig, run: RunConfig) -> Inputs:
     return Inputs(tokenizer, train, val, choose_policy_loss(run))
 
 
-def load_examples(config: SftConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Prompt]:
+def load_examples(run: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"]) -> list[Prompt]:
     """Read the rows of a split; `extra["response_ids"]` of each holds the answer's tokens, end-of-text included.
 
     Raises:
-        UserError: a column is missing, the answer is no text, or nothing is left after dropping overlong rows.
+        UserError: a column is missing, or nothing is left after dropping overlong rows.
     """
-    data = config.data
-    field, files, limit = (
-        ("data.train_files", data.train_files, data.train_max_samples)
-        if split == "train"
-        else ("data.val_files", data.val_files, data.val_max_samples)
-    )
-    assert files is not None
-    rows = load_rows(files, field, split)[:limit]
-    for key, option in ((data.prompt_key, "data.prompt_key"), (data.answer_key, "data.answer_key")):
-        if key not in rows[0]:
-            raise UserError(option, f"the rows have no column '{key}'.", did_you_mean(key, rows[0]))
-    templated = uses_template(tokenizer, data.chat_template)
-    texts = [render(row[data.prompt_key], tokenizer, templated, data.system_prompt)[0] for row in rows]
-    prompt_ids = encode_text(texts, tokenizer, templated)
-    answer_ids: list[list[int]] = tokenizer(
-        [str(row[data.answer_key]) for row in rows], add_special_tokens=False
-    ).input_ids  # pyright: ignore[reportAssignmentType]
-    examples = [
-        Prompt(
-            uid=f"{split}:{index}",
-            token_ids=ids,
-            text=text,
-            task="sft",
-            extra={"response_ids": [*answer, tokenizer.eos_token_id]},
-        )
-        for index, (ids, text, answer) in enumerate(zip(prompt_ids, texts, answer_ids))
-        if len(ids) + len(answer) < data.max_length
-    ]
-    console.print(
-        f"{split} data: {len(rows)} rows, {len(rows) - len(examples)} dropped: longer than {data.max_length} tokens",
-        markup=False,
-    )
+    limit, read = run.data.max_prompt_length, build_prompts(run.data, tokenizer, split)
+    if any(prompt.answer is None for prompt in read.prompts):
+        reason = f"the rows have no column '{run.data.answer_key}'."
+        raise UserError("data.answer_key", reason, did_you_mean(run.data.answer_key, read.prompts[0].extra))
+    answers = tokenizer([str(prompt.answer) for prompt in read.prompts], add_special_tokens=False)
+    examples: list[Prompt] = []
+    for prompt, answer in zip(read.prompts, answers["input_ids"]):  # pyright: ignore[reportArgumentType]
+        prompt.extra["response_ids"] = [*answer, tokenizer.eos_token_id]
+        if len(prompt.token_ids) + len(answer) < limit:
+            examples.append(prompt)
+    dropped = read.num_rows - len(examples)
+    console.print(f"{split} data: {read.num_rows} rows, {dropped} dropped: longer than {limit} tokens", markup=False)
     if not examples:
-        raise UserError(
-            field,
-            f"no row is left: all {len(rows)} are longer than {data.max_length} tokens.",
-            "Raise data.max_length.",
-        )
+        reason = f"no row is left: all {read.num_rows} are longer than {limit} tokens."
+        raise UserError(f"data.{split}_files", reason, "Raise data.max_length.")
     return examples
 
 
