@@ -6,7 +6,7 @@ Reads run directories. Torch is imported by `analyse` alone.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,6 @@ from pellucid.cli.output import write_output
 from pellucid.console import console
 from pellucid.errors import UserError
 from pellucid.files.rundir import RunDir
-
-if TYPE_CHECKING:
-    from pellucid.observe.report import Report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,14 +38,17 @@ def report(
 
     [bold]pellucid profile report outputs/pellucid/demo --step 7[/bold]
     """
-    from pellucid.observe.report.section_views import page, renderables
-    from pellucid.observe.report.sections import report_document
+    from pellucid.observe.report.assemble import build_report
+    from pellucid.observe.report.report_page import report_parts
+    from pellucid.observe.tables import page
 
     directory = RunDir.open(run)
-    document = report_document(_report(directory, step, last))
-    for part in renderables(document):
+    with console.status(f"reading {directory.path.name}"):
+        parts = list(report_parts(build_report(directory, step=step, last_steps=last)))
+    for part in parts:
         console.print(part)
-    write_output(html or directory.path / "timeline" / "report.html", page(document), "--html", "page")
+    shown = page(f"Profile of {directory.path.name}", parts)
+    write_output(html or directory.timeline / "report.html", shown, "--html", "page")
 
 
 @app.command()
@@ -72,15 +72,9 @@ def merge(
     from pellucid.observe.manifest import manifest_folder
     from pellucid.observe.report.assemble import read_manifest, torch_files
     from pellucid.observe.report.merge import merge as merge_traces
-    from pellucid.observe.report.timeline import MERGED, timeline_files
 
     directory = RunDir.open(run)
-    path = out or directory.timeline / MERGED
-    if path.suffix not in (".gz", ".json"):
-        raise UserError("--out", f"'{path}' is no name of a trace.", "Let it end in .json.gz or .json.")
-    sources = timeline_files(directory.timeline)
-    if path.absolute() in [source.absolute() for source in sources]:
-        raise UserError("--out", f"'{path}' is a part of the timeline itself.", "Name another file.")
+    path = out or directory.timeline / "merged.json.gz"
     folder = manifest_folder(directory.path)
     captures = torch_files(read_manifest(folder), folder) if operators else []
     with console.status("merging"):
@@ -88,9 +82,9 @@ def merge(
     for note in done.notes:
         console.print(note, style="yellow", markup=False)
     console.print(
-        f"{done.path}: {done.num_processes} processes, {done.num_spans:,} spans, {done.num_operators:,} events of "
-        f"{done.num_captures} captures, {path.stat().st_size / 2**20:.1f} MiB\nOpen it at https://ui.perfetto.dev "
-        "(nothing is uploaded).",
+        f"{path}: {done.num_processes} processes, {done.num_events['spans']:,} spans, "
+        f"{done.num_events['operators']:,} captured operators, {path.stat().st_size / 2**20:.1f} MiB\n"
+        "Open it at https://ui.perfetto.dev (nothing is uploaded).",
         markup=False,
         soft_wrap=True,
     )
@@ -126,10 +120,3 @@ def analyse(
             console.print(f"{said}: {path}", style="red" if said == "failed" else "", markup=False, soft_wrap=True)
     if result.failed:
         raise typer.Exit(1)
-
-
-def _report(directory: RunDir, step: int | None, last: int) -> Report:
-    from pellucid.observe.report.assemble import build_report
-
-    with console.status(f"reading {directory.path.name}"):
-        return build_report(directory, step=step, last_steps=last)

@@ -1,0 +1,63 @@
+"""Tables and figures for people: in the terminal, and as one page that loads nothing."""
+
+import html
+import io
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+PAGE_COLUMNS = 220
+"""Width of a page, in characters."""
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{title}</title>
+<style>{{stylesheet}} body {{{{ margin: 24px; font: 13px/1.4 monospace; }}}}</style></head>
+<body><pre>{{code}}</pre></body>
+</html>
+"""
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *, num_texts: int = 1) -> Table:
+    """Return a table of which the first columns are texts, and the others figures."""
+    shown = Table(
+        title=f"\n{title}", title_style="bold", title_justify="left", header_style="dim", box=None, padding=(0, 1)
+    )
+    for index, column in enumerate(columns):
+        is_text = index < num_texts
+        shown.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    return shown
+
+
+def page(title: str, parts: Iterable[RenderableType]) -> str:
+    """Return what the terminal would show as HTML that loads nothing."""
+    shown = Console(record=True, file=io.StringIO(), width=PAGE_COLUMNS)
+    for part in parts:
+        shown.print(part)
+    title = html.escape(title).replace("{", "{{").replace("}", "}}")
+    return shown.export_html(code_format=_PAGE.format(title=title))
+
+
+def seconds(value: float) -> str:
+    """Return a duration in the unit that suits it: `4 min 5 s`, `12.3 s`, `45.0 ms`, `6.10 µs`."""
+    if value < 5e-7:
+        return "0 s"
+    if value >= 60:
+        return f"{int(value // 60)} min {value % 60:.0f} s"
+    factor, unit = next(((factor, unit) for factor, unit in ((1, "s"), (1e-3, "ms")) if value >= factor), (1e-6, "µs"))
+    return f"{_three_digits(value / factor)} {unit}"
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in the unit that suits them: `12.3 MB`."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= factor:
+            return f"{_three_digits(num_bytes / factor)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
