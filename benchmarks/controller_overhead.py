@@ -175,7 +175,7 @@ def measure(num_ranks: int, prompts: int, tokens: int, *, dump: bool, steps: int
         inputs = building.load_inputs(config)
         placement = StubPlacement(num_ranks, tokens)
         building.place_roles = lambda *_: placement
-        run = building.build_rl_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1, Watchdog(None, lambda stall: None))
+        run = building.build_rl_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1, Watchdog(None))
         one_step(run, 1)
         speed_metrics(run, 1.0)
         before, puts, put_bytes = own_bytes(), placement.store.num_puts, placement.store.put_bytes

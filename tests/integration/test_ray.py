@@ -245,7 +245,7 @@ config = load_config(Path("recipe.yaml"), sys.argv[1:]).config
 run_dir = RunDir.create(config.trainer.default_local_dir)
 inputs = load_inputs(config)
 with run_dir.lock(), inputs.scorer:
-    run = build_rl_run(config, run_dir, inputs, Trackers({}), 1, Watchdog(None, lambda stall: None))
+    run = build_rl_run(config, run_dir, inputs, Trackers({}), 1, Watchdog(None))
     samples, _ = produce(run, 1)
     rollout = config.actor_rollout_ref.rollout
     prompts, params = run.loader.next_batch() * 64, sampling_params(rollout, rollout)

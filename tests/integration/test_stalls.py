@@ -75,7 +75,7 @@ def assert_reported(work: Workspace, done: Done) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "status"), [("asleep", 1), ("hashing", 1), ("matching", -signal.SIGKILL), ("deaf", -signal.SIGKILL)]
+    ("how", "status"), [("asleep", 1), ("matching", 1), ("hashing", -signal.SIGKILL), ("deaf", -signal.SIGKILL)]
 )
 def test_a_stuck_run_ends_with_a_report_and_can_be_resumed(work, how, status):
     write_plugins(work, how)

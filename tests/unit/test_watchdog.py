@@ -14,19 +14,25 @@ import pytest
 
 from pellucid.files.rundir import RunDir
 from pellucid.metrics.display import StepDisplay
-from pellucid.observe.stall import end_processes, main_frames, read_all, record_end, write_report
-from pellucid.observe.watchdog import BEAT_BYTES, Stall, Watchdog, read_stall
+from pellucid.observe.stall import StallError, end_processes, main_frames, record_end, write_report
+from pellucid.observe.watchdog import BEAT_BYTES, Memory, Stall, Watchdog, read_stall
 
 
 class Clock:
-    """Time that passes when a test says so; `busy` of it is spent computing."""
+    """Time that passes when a test says so."""
 
     def __init__(self) -> None:
-        self.now, self.cpu = 1000.0, 50.0
+        self.now = 1000.0
+        self.memory: Memory = bytearray(BEAT_BYTES)
+        """What a watchdog writes on this clock."""
 
-    def wait(self, seconds: float, *, busy: float = 0.0) -> None:
+    def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.cpu += busy
+
+    def stall(self) -> Stall | None:
+        """Return the stall that somebody who looks now sees."""
+        stall, deadline = read_stall(self.memory, self.now)
+        return stall if self.now >= deadline else None
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def clock():
 
 @pytest.fixture
 def watchdog(clock):
-    return Watchdog(30.0, lambda stall: None, clock=lambda: clock.now, cpu_clock=lambda: clock.cpu)
+    return Watchdog(30.0, clock.memory, lambda: clock.now)
 
 
 def looked_at(watchdog: Watchdog, clock: Clock, seconds: int) -> list[Stall]:
@@ -44,7 +50,7 @@ def looked_at(watchdog: Watchdog, clock: Clock, seconds: int) -> list[Stall]:
     stalls = []
     for _ in range(seconds):
         clock.wait(1.0)
-        stalls += [stall for stall in [watchdog.check()] if stall is not None]
+        stalls += [stall for stall in [clock.stall()] if stall is not None]
     return stalls
 
 
@@ -85,55 +91,19 @@ def test_a_renewed_beat_keeps_its_place_and_starts_the_time_anew(watchdog, clock
 
 
 def test_without_a_time_out_nothing_is_a_stall(clock):
-    watchdog = Watchdog(None, lambda stall: None, clock=lambda: clock.now, cpu_clock=lambda: clock.cpu)
-    with watchdog, watchdog.stage("reward"):
+    watchdog = Watchdog(None, clock.memory, lambda: clock.now)
+    with watchdog.stage("reward"):
         assert not looked_at(watchdog, clock, 10**4)
-        assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
-def test_the_time_of_a_suspension_does_not_count(watchdog, clock):
-    with watchdog.stage("reward"):
-        clock.wait(3600.0)
-        assert watchdog.check() is None
-        assert not looked_at(watchdog, clock, 29)
-        assert looked_at(watchdog, clock, 1)
-
-
-def test_a_computation_that_kept_the_watchdog_from_looking_counts(watchdog, clock):
-    with watchdog.stage("reward"):
-        clock.wait(31.0, busy=30.0)
-        assert watchdog.check() is not None
-
-
-def test_a_reader_in_another_process_sees_the_beats(clock):
-    memory = bytearray(BEAT_BYTES)
-    watchdog = Watchdog(30.0, lambda stall: None, memory=memory, clock=lambda: clock.now)
-    assert read_stall(memory, clock.now)[1] == math.inf
+def test_a_beat_that_is_put_off_comes_later(watchdog, clock):
+    assert read_stall(clock.memory, clock.now)[1] == math.inf
     with watchdog.stage("rollout_generate", None, 2) as watched:
         watched.beat(3)
         clock.wait(5.0)
-        assert read_stall(memory, clock.now) == (Stall("rollout_generate", 5.0, 3, None, 2), 1030.0)
+        assert read_stall(clock.memory, clock.now) == (Stall("rollout_generate", 5.0, 3, None, 2), 1030.0)
         watchdog.put_off(60.0)
-        assert read_stall(memory, clock.now)[1] == 1065.0
-
-
-def test_the_thread_calls_on_stall_once():
-    found, called = [], threading.Event()
-
-    def on_stall(stall: Stall) -> None:
-        found.append(stall)
-        called.set()
-
-    with Watchdog(0.05, on_stall) as watchdog, watchdog.stage("reward", 2) as watched:
-        watched.beat(1)
-        assert called.wait(30)
-    assert watchdog.stalled and [stall.stage for stall in found] == ["reward"]
-
-
-def test_the_thread_ends_with_the_block():
-    with Watchdog(60.0, lambda stall: None):
-        assert any(thread.name == "watchdog" for thread in threading.enumerate())
-    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
+        assert read_stall(clock.memory, clock.now) == (Stall("rollout_generate", 5.0, 3, None, 2), 1065.0)
 
 
 def test_the_display_tells_of_stages_samples_and_steps(watchdog, clock):
@@ -189,7 +159,7 @@ def test_stages_of_asyncio_tasks_are_watched_each_for_itself(watchdog, clock):
         with watchdog.stage("actor_update") as watched:
             for _ in range(4):
                 clock.wait(10.0)
-                stalls.append(watchdog.check())
+                stalls.append(clock.stall())
                 watched.beat()
                 await asyncio.sleep(0)
 
@@ -203,14 +173,8 @@ def test_stages_of_asyncio_tasks_are_watched_each_for_itself(watchdog, clock):
         await stuck()
 
     waiter: asyncio.Future[None]
-    clock_looks_often(watchdog)
     asyncio.run(both())
     assert [stall and stall.stage for stall in stalls] == [None, None, "reward", "reward"]
-
-
-def clock_looks_often(watchdog: Watchdog) -> None:
-    """Let the watchdog take ten seconds between two looks for nothing out of the ordinary."""
-    watchdog._cpu_clock = lambda: watchdog._clock()
 
 
 def test_a_nested_stage_keeps_the_one_round_it_alive(watchdog, clock):
@@ -223,35 +187,41 @@ def test_a_nested_stage_keeps_the_one_round_it_alive(watchdog, clock):
         assert looked_at(watchdog, clock, 1)[0].stage == "validate"
 
 
-def dumped() -> str:
+def dumped_report(run_dir: RunDir) -> tuple[str, StallError]:
+    """Return the stacks of all threads, and the report of a stall here."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file.fileno(), all_threads=True)
-        return read_all(file.fileno())
+        stall, main = Stall("reward", 9.0, 1, 4, 2), threading.get_ident()
+        report = write_report(run_dir, stall, file.fileno(), 2**22 + 1, main, ["sample 7"])
+        file.seek(0)
+        return file.read().decode(), report
 
 
 @pytest.mark.processes
-def test_a_report_names_where_the_main_thread_is(tmp_path):
+def test_a_report_names_where_the_main_thread_is(tmp_path, capsys):
     go_on = threading.Event()
     other = threading.Thread(target=go_on.wait)
     other.start()
-    stacks = dumped()
+    stacks, report = dumped_report(RunDir(tmp_path))
     go_on.set()
     other.join()
     frames = main_frames(stacks, threading.get_ident())
-    assert "in dumped: faulthandler.dump_traceback" in frames[0] and "in test_a_report_names" in frames[1]
+    assert "in dumped_report: faulthandler.dump_traceback" in frames[0] and "in test_a_report_names" in frames[1]
     assert main_frames(stacks, 12345) == ["  not known"]
-    report = write_report(RunDir(tmp_path), Stall("reward", 9.0, 1, 4, 2), stacks, 2**22 + 1, threading.get_ident())
     file = next((tmp_path / "logs").iterdir())
     assert "wait" in file.read_text() and "test_a_report_names" in file.read_text()
-    assert str(file) in report.reason and str(file) in report.message and "in stage reward after 1 of 4 samples" in report.message
-    assert "the last checkpoint is none" in report.message and "trainer.stall_timeout_s" in report.message
+    report.show()
+    said = capsys.readouterr().err
+    assert str(file) in str(report) and str(file) in said and "in stage reward after 1 of 4 samples" in said
+    assert "the last checkpoint is none" in said and "trainer.stall_timeout_s" in said and "working on sample 7" in said
 
 
 @pytest.mark.processes
-def test_a_report_that_cannot_be_written_is_told_whole(tmp_path):
+def test_a_report_that_cannot_be_written_is_told_whole(tmp_path, capsys):
     (tmp_path / "logs").write_text("a file where the folder should be")
-    report = write_report(RunDir(tmp_path), Stall("reward", 9.0, 1, 4, 2), dumped(), 2**22 + 1, threading.get_ident())
-    assert "cannot be written" in report.message and "in dumped" in report.message
+    dumped_report(RunDir(tmp_path))[1].show()
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "in dumped_report" in said
 
 
 @pytest.mark.processes

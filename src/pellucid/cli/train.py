@@ -218,7 +218,7 @@ def _recorded_exit(run: Run) -> Iterator[None]:
         sys.exit(128 + stop.signal_number)
     except StallError as error:
         reason = str(error)
-        error.report.show()
+        error.show()
         sys.exit(1)
     except NonFiniteError as error:
         reason = str(error)
@@ -280,7 +280,7 @@ def _validate_only(config: RunConfig, run_dir: RunDir, inputs: RlInputs) -> None
         for name, value in metrics.items():
             console.print(f"{name}: {value:.4g}", markup=False)
     except StallError as error:
-        error.report.show()
+        error.show()
         sys.exit(1)
     except RankFailedError as error:
         error_console.print(str(error), style="red", markup=False)

@@ -1,8 +1,8 @@
 """What a stalled run of one process comes to: a report with all stacks, one message, a reason in run.json, and its end.
 
-Three lines of defence: the watchdog's thread raises `StallError` in the main thread; a main thread that does not end
-then is ended with the process; and where a call that holds the interpreter lock keeps even the watchdog from looking, a
-guard process (`stall_guard.py`), which sees the beats in shared memory, does the same from outside.
+A guard process (`stall_guard.py`) sees the beats in shared memory, and on a stall sends a signal. Its handler dumps all
+stacks without the interpreter lock, and raises `StallError` in the main thread; a run that cannot do so, or does not
+end then, is ended by the guard.
 """
 
 from __future__ import annotations
@@ -20,51 +20,35 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import psutil
 
-from pellucid.console import console, error_console
+from pellucid.console import error_console
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
-from pellucid.observe.watchdog import BEAT_BYTES, STALL_SIGNAL, Stall, Watchdog
+from pellucid.observe.watchdog import ASKED, BEAT_BYTES, STALL_SIGNAL, STATE, TAKEN, Stall, Watchdog, read_stall
 
-_REACH_MAIN_S, _UNWIND_S = 3.0, 30.0
-"""How long the main thread may take to receive `StallError`, and then to close what it has open."""
 _NATIVE_STACKS_S = 20.0
 _NUM_FRAMES = 6
 
 
-@dataclass
-class StallReport:
-    """What is said of a stall, and where."""
-
-    reason: str
-    """One line, for run.json."""
-    message: str
-    """For the console."""
-    shown: bool = False
-
-    def show(self) -> None:
-        """Print the message to standard error, once."""
-        if not self.shown:
-            self.shown = True
-            error_console.print(self.message, style="red", markup=False, soft_wrap=True)
-
-
 class StallError(BaseException):
-    """Raised in the main thread of a stalled run, wherever that is. Not an `Exception`: no handler on the way keeps
-    it.
+    """Raised in the main thread of a stalled run, wherever that is; its text is one line, for run.json.
+
+    Not an `Exception`: no handler on the way keeps it.
     """
 
-    def __init__(self, report: StallReport) -> None:
-        super().__init__(report.reason)
-        self.report = report
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason)
+        self._message = message
+
+    def show(self) -> None:
+        """Print to standard error what the user should know."""
+        error_console.print(self._message, style="red", markup=False, soft_wrap=True)
 
 
 class StallEnding:
@@ -80,14 +64,12 @@ class StallEnding:
     def __init__(self, run_dir: RunDir, timeout_s: float | None) -> None:
         self._run_dir = run_dir
         # Both are open until the run ends.
-        self._stacks, self._beat = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
-        self._beat.truncate(BEAT_BYTES)
-        self.watchdog = Watchdog(timeout_s, self._end, memory=mmap.mmap(self._beat.fileno(), BEAT_BYTES))
-        self._main = threading.main_thread().ident or 0
-        self._report: StallReport | None = None
+        self._stacks, self._beats = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
+        self._beats.truncate(BEAT_BYTES)
+        self._memory = mmap.mmap(self._beats.fileno(), BEAT_BYTES)
+        self.watchdog = Watchdog(timeout_s, self._memory)
         self.in_hand: Callable[[], list[str]] = list
         """Names the samples that are being worked on; set once there are models."""
-        self._reached_main = threading.Event()
 
     def __enter__(self) -> StallEnding:
         if self.watchdog.timeout_s is not None:
@@ -96,15 +78,13 @@ class StallEnding:
             # above.
             faulthandler.register(STALL_SIGNAL, self._stacks.fileno(), all_threads=True, chain=True)
             self._guard = self._start_guard()
-        self.watchdog.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.watchdog.__exit__()
-        if self.watchdog.timeout_s is None or self.watchdog.stalled:
-            return
+        if self.watchdog.timeout_s is None or isinstance(error, StallError):
+            return  # the guard sees to it that a stalled run ends
         self._guard.kill()
         self._guard.wait()
         faulthandler.unregister(STALL_SIGNAL)
@@ -114,8 +94,8 @@ class StallEnding:
         """Start the guard in a session of its own, where Ctrl-C does not reach it; it ends when its standard input
         closes.
         """
-        files = self._beat.fileno(), self._stacks.fileno()
-        arguments = [self._run_dir.path, self._main, *files]
+        files = self._beats.fileno(), self._stacks.fileno()
+        arguments = [self._run_dir.path, threading.main_thread().ident, *files]
         path = os.pathsep.join(str(Path(place).absolute()) for place in sys.path if place)
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "pellucid.observe.stall_guard", *map(str, arguments)],
@@ -126,52 +106,32 @@ class StallEnding:
             start_new_session=True,
         )
 
-    def _end(self, stall: Stall) -> None:
-        """End the process: first by an exception in the main thread, and if that does not help, at once."""
-        try:
-            self.watchdog.put_off(_NATIVE_STACKS_S + _REACH_MAIN_S + _UNWIND_S)
-            self._stacks.truncate(0)
-            self._stacks.seek(0)
-            faulthandler.dump_traceback(self._stacks.fileno(), all_threads=True)
-            stacks, samples = read_all(self._stacks.fileno()), self.in_hand()
-            self._report = write_report(self._run_dir, stall, stacks, os.getpid(), self._main, samples)
-            signal.pthread_kill(self._main, STALL_SIGNAL)
-            if self._reached_main.wait(_REACH_MAIN_S):
-                time.sleep(_UNWIND_S)
-            end_processes(psutil.Process().children(recursive=True))
-            record_end(self._run_dir, os.getpid(), self._report.reason)
-            console.show_cursor()  # the progress display hid it
-            self._report.show()
-        except BaseException:
-            error_console.print(traceback.format_exc(), style="red", markup=False, soft_wrap=True)
-            raise
-        finally:
-            os._exit(1)
-
     def _raise_in_main(self, signal_number: int, frame: FrameType | None) -> None:
-        if self._report is not None and not self._reached_main.is_set():
-            self._reached_main.set()
-            raise StallError(self._report)
-
-
-def read_all(file: int) -> str:
-    """Return what a file holds, without moving the position at which its next dump is written."""
-    return os.pread(file, os.fstat(file).st_size, 0).decode()
+        if self._memory[STATE] != ASKED:
+            return
+        stall, deadline = read_stall(self._memory, now := time.monotonic())
+        if deadline > now:  # it went on just then
+            self._memory[STATE] = 0
+            return
+        self._memory[STATE] = TAKEN
+        main_thread = threading.main_thread().ident or 0
+        raise write_report(self._run_dir, stall, self._stacks.fileno(), os.getpid(), main_thread, self.in_hand())
 
 
 def write_report(
-    run_dir: RunDir, stall: Stall, stacks: str, pid: int, main_thread: int, samples: Sequence[str] = ()
-) -> StallReport:
-    """Write `logs/stall_<time>.txt` and return what to say of it.
+    run_dir: RunDir, stall: Stall, stacks_file: int, pid: int, main_thread: int, samples: Sequence[str] = ()
+) -> StallError:
+    """Write `logs/stall_<time>.txt` and return what is to be raised and said.
 
     Args:
         run_dir: the run.
         stall: where it stands.
-        stacks: all threads of the process, as faulthandler dumps them.
+        stacks_file: descriptor of what faulthandler dumped of all threads of the process.
         pid: the stalled process; py-spy, where it is installed, adds the native frames.
         main_thread: identifier of its main thread.
         samples: what it works on, where that is known.
     """
+    stacks = os.pread(stacks_file, os.fstat(stacks_file).st_size, 0).decode()
     file = run_dir.logs / datetime.now(UTC).strftime("stall_%Y%m%dT%H%M%SZ.txt")
     latest = CheckpointStore(run_dir.checkpoints).latest()
     working_on = [f"working on {', '.join(samples[:3])}{' …' if len(samples) > 3 else ''}"] if samples else []
@@ -193,7 +153,7 @@ def write_report(
             "continue from there. For stages that just take long, raise trainer.stall_timeout_s (null: no limit).",
         ]
     )
-    return StallReport(f"stalled: {stall}; stacks in {file}", message)
+    return StallError(f"stalled: {stall}; stacks in {file}", message)
 
 
 def main_frames(stacks: str, main_thread: int) -> list[str]:
