@@ -226,7 +226,7 @@ def test_fewer_samples_are_the_first_ones(make_engine):
 FINISH_ACTOR = trainer()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     count=st.integers(1, 8),
     n=st.integers(1, 5),

@@ -1,6 +1,7 @@
 """The design's structural rules: sizes, error handling, who may import whom, and what stays free of torch."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -108,9 +109,14 @@ def long_function(node: ast.AST) -> bool:
     return is_function and node.end_lineno is not None and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
 
 
+@functools.cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(text)))
+
+
 def findings(text: str, rule: Callable[[ast.AST], bool]) -> list[int]:
     """Return the lines at which `rule` holds."""
-    return [node.lineno for node in ast.walk(ast.parse(text)) if rule(node)]  # pyright: ignore[reportAttributeAccessIssue]
+    return [node.lineno for node in nodes_of(text) if rule(node)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("rule", [swallows, defaulting_getattr, prints, long_function], ids=lambda rule: rule.__name__)
@@ -163,7 +169,7 @@ def test_no_file_names_the_host_of_a_package_registry():
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:
     """Yield the pellucid modules that a file imports, wherever in it, without the leading `pellucid.`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -216,7 +222,7 @@ def module_name(path: Path) -> str:
 def edges_of(path: Path) -> set[str]:
     """Return the modules of the package that a file imports; a name taken for types alone still ties two files together."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
