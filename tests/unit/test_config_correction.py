@@ -26,7 +26,7 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        ([f"{A}.rollout_is_threshold=2", NO_LOG_PROBS], LOG_PROBS, ["algorithm.rollout_is_threshold compares", "calculate_log_probs: true"]),
+        ([f"{A}.rollout_is_threshold=2", NO_LOG_PROBS], LOG_PROBS, ["algorithm.rollout_is_threshold needs", "calculate_log_probs: true"]),
         ([GEOMETRIC, NO_LOG_PROBS], LOG_PROBS, ["algorithm.rollout_rs"]),
         ([*BYPASS, NO_LOG_PROBS], LOG_PROBS, ["algorithm.bypass_mode"]),
         ([f"{A}.rollout_correction_preset=disabled", NO_LOG_PROBS], LOG_PROBS, []),
@@ -68,8 +68,9 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
         ([f"{A}.rollout_is_level=tokens", *ON], f"{A}.rollout_is_level", ["Did you mean 'token'?"]),
         ([f"{A}.rollout_correction_preset=geo_r"], f"{A}.rollout_correction_preset", ["Did you mean 'geo_rs'?"]),
         ([f"{VERLS}.rollout_iss=token"], f"{VERLS}.rollout_iss", ["Did you mean 'rollout_is'?"]),
-        ([f"{VERLS}.rollout_is=tokens"], f"{VERLS}.rollout_is", ["Did you mean 'token'?"]),
-        ([f"{VERLS}={{rollout_rs: token_k1}}"], f"{VERLS}.rollout_rs_threshold", ["0 bounds for 1 rules"]),
+        ([f"{VERLS}.rollout_is=tokens"], f"{VERLS}.rollout_is", ["token or sequence"]),
+        ([f"{VERLS}={{rollout_rs: token_k1}}"], f"{VERLS}.rollout_rs_threshold", ["'None' is no bound"]),
+        ([f"{VERLS}={{rollout_rs: token_k1, rollout_rs_threshold: '2,3'}}"], f"{VERLS}.rollout_rs_threshold", ["2 bounds for 1 rules"]),
         ([f"{VERLS}={{rollout_rs: seq_max_k4, rollout_rs_threshold: 1}}"], f"{VERLS}.rollout_rs", ["seq_max_k"]),
         ([f"{VERLS}={{rollout_is: token, rollout_is_threshold: high}}"], f"{VERLS}.rollout_is_threshold", ["'high' is no bound"]),
         ([f"{VERLS}=token"], VERLS, ["section of keys"]),
@@ -260,18 +261,12 @@ VERL = [
             ]
         },
     ),
-    (
-        "{rollout_is: null, rollout_rs: geometric, rollout_rs_threshold: 1.001, rollout_rs_threshold_lower: 0.999}",
-        {"rollout_rs": [{"statistic": "k1", "level": "seq_mean", "lower": 0.999, "upper": 1.001}]},
-    ),
     ("{bypass_mode: true, loss_type: ppo_clip}", {"bypass_mode": True}),
     ("{bypass_mode: true, rollout_is: token}", TOKEN | {"rollout_is": False, "bypass_mode": True}),
     (
         "{bypass_mode: true, loss_type: reinforce, rollout_is: token, rollout_is_threshold: 2}",
         TOKEN | {"bypass_mode": True, "loss_type": "reinforce"},
     ),
-    ("{rollout_is: token, rollout_token_veto_threshold: 1e-3}", TOKEN | {"rollout_is_veto_threshold": 1e-3}),
-    ("{rollout_is: true, rollout_is_threshold: 2.0}", {"rollout_is_threshold": 2.0, "rollout_is": True}),
 ]  # fmt: skip
 
 
@@ -299,7 +294,7 @@ def test_verls_block_migrates_and_runs_as_the_same_flat_keys(tmp_path, block, fl
         "{}",
         "{rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, rollout_rs_threshold: null, bypass_mode: false, "
         "loss_type: ppo_clip, rollout_is_batch_normalize: false}",
-        "{rollout_is: 'null', rollout_rs: none, rollout_token_veto_threshold: null}",
+        "{rollout_is: 'null', rollout_rs: none}",
     ],
 )
 def test_verls_block_that_is_off_is_dropped(tmp_path, block):
@@ -337,7 +332,7 @@ def test_the_block_as_overrides():
 
 def test_the_removed_truncation_key_is_refused_with_the_yaml_that_takes_its_place():
     error = error_of(f"{ACTOR}.tis_imp_ratio_cap=2.0")
-    assert "The key was removed" in str(error) and "not in this version" not in str(error)
+    assert "this spelling is replaced by" in str(error) and "pellucid config migrate" in error.remedy
     new = yaml.safe_load(error.reason.partition("\n")[2])
     flat = [f"algorithm.{key}={value}" for key, value in new["algorithm"].items()]
     config = load(

@@ -81,7 +81,6 @@ def test_aliases_are_resolved_everywhere(recipe):
     loaded = load_config(recipe, ["actor_rollout_ref.model.dtype=bf16", "actor_rollout_ref.rollout.name=hf"])
     assert loaded.config.actor_rollout_ref.rollout.dtype == "bfloat16"
     assert loaded.config.actor_rollout_ref.rollout.name == "native"
-    assert "'hf' is the native engine" in loaded.notices[0]
 
 
 def test_losses_and_estimators_may_be_spelled_with_hyphens_or_as_import_paths(recipe):
@@ -203,11 +202,10 @@ def test_an_unknown_key_names_the_nearest(recipe, override, key, meant):
         ("actor_rollout_ref.actor.grad_clip=inf", ["inf", "> 0"]),
         ("actor_rollout_ref.actor.entropy_coeff=nan", ["nan"]),
         ("actor_rollout_ref.actor.clip_ratio_c=1.0", ["> 1"]),
-        ("actor_rollout_ref.actor.optim.betas=[0.9]", ["with 2 entries"]),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", ["betas[1]", "< 1"]),
         ("actor_rollout_ref.actor.loss_agg_mode=tokenmean", ["token-mean | token-sum", "Did you mean 'token-mean'?"]),
-        ("actor_rollout_ref.actor.strategy=megatron", ["'megatron' is not in this version", "fsdp2"]),
-        ("actor_rollout_ref.rollout.name=vllm", ["'vllm' is not in this version", "native"]),
+        ("actor_rollout_ref.actor.strategy=megatron", ["'megatron' is not one of fsdp | fsdp2"]),
+        ("actor_rollout_ref.rollout.name=vllm", ["'vllm' is not one of native"]),
         ("algorithm.adv_estimator=grp0", ["'grp0' is not one of", "or an import path", "Did you mean 'grpo'?"]),
         ("algorithm.adv_estimator='my.py:'", ["'my.py:' is not an import path", "file.py:name"]),
         (f"{LOSS}.loss_mode='a b:c'", ["'a b:c' is not an import path"]),
@@ -225,13 +223,12 @@ def test_an_unknown_key_names_the_nearest(recipe, override, key, meant):
         ("algorithm.rollout_is_level=tokens", ["Did you mean 'token'?"]),
         ("algorithm.rollout_is_mode=clipp", ["Did you mean 'clip'?"]),
         ("algorithm.rollout_correction_preset=tokenis", ["Did you mean 'token_is'?"]),
-        ("critic.strategy=megatron", ["critic.strategy", "'megatron' is not in this version"]),
+        ("critic.strategy=megatron", ["critic.strategy", "'megatron' is not one of"]),
         ("actor_rollout_ref.rollout.simulate_mismatch.dtype=int4", ["bfloat16 | int8 or null"]),
         ("trainer.placement=slurm", ["'slurm'", "local | ray"]),
         ("trainer.logger=[consle]", ["trainer.logger[0]", "Did you mean 'console'?"]),
         ("trainer.logger=console", ["trainer.logger", "list of"]),
         ("trainer=5", ["trainer: this is a section"]),
-        ("trainer=null", ["trainer: this is a section"]),
         ("data.train_files={a: 1}", ["data.train_files"]),
         ("trainer.seed=1,2", ["[a,b]"]),
         ("just words", ["just words", "key=value"]),

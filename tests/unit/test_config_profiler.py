@@ -6,6 +6,7 @@ from config_cases import error_of, load, notices
 
 from pellucid.config import load_config
 from pellucid.config.compat import migrate
+from pellucid.config.validate.profiling import collecting_roles
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout"))
 RANKS = ["trainer.placement=ray", "trainer.n_gpus_per_node=2"]
@@ -113,7 +114,7 @@ def written(tmp_path):
 
 def asked(config):
     """Return role → (tool, ranks or "all", discrete) of the roles that are captured."""
-    blocks = {role: block for role, block in config.profilers.items() if block.collects}
+    blocks = {role.name: role.block for role in collecting_roles(config)}
     return {role: (b.tool, "all" if b.all_ranks else b.ranks, b.discrete) for role, b in blocks.items()}
 
 
@@ -172,7 +173,7 @@ def test_old_keys_are_said_with_the_new_yaml_and_what_is_not_as_it_looks(written
     said = load(*RANKS, source=written(NSIGHT_DISCRETE)).notices
     head, _, text = said[0].partition(" are read as\n")
     assert head.startswith("trainer.profile_steps, actor_rollout_ref.actor.profile_discrete")
-    shown = yaml.safe_load(text.partition("`pellucid")[0])
+    shown = yaml.safe_load(text.partition("profile_ranks of")[0])
     assert shown["global_profiler"] == {"tool": "nsys", "steps": [1, 2, 5]}
     assert shown["actor_rollout_ref"]["actor"]["profiler"] == {
         "enable": True,
@@ -181,10 +182,8 @@ def test_old_keys_are_said_with_the_new_yaml_and_what_is_not_as_it_looks(written
     }
     assert shown["actor_rollout_ref"]["ref"]["profiler"] == {"enable": False}
     text = "\n".join(said)
-    assert "rollout.profile_ranks: null is read as no ranks" in text
-    assert "profile_ranks_all: true" in text
-    assert f"PROFILING COLLECTS NOTHING of {ROLLOUT}" in text
-    assert "critic.profile_discrete, critic.profile_ranks: dropped, adv_estimator: grpo has no critic" in text
+    assert "profile_ranks of null or [] is no ranks" in text
+    assert "PROFILING COLLECTS NOTHING of critic.profiler: adv_estimator: grpo has no critic" in text
 
 
 @pytest.mark.parametrize(
@@ -227,33 +226,22 @@ def test_old_keys_by_role(written, text, new):
 
 
 @pytest.mark.parametrize(
-    ("text", "section", "needs"),
+    ("text", "section"),
     [
-        ("critic: {profile_ranks: [0]}", "critic", "algorithm.adv_estimator: gae"),
-        ("actor_rollout_ref: {ref: {profile_ranks: [0]}}", "actor_rollout_ref.ref", "use_kl_loss: true"),
-        ("reward_model: {profile_ranks: [0]}", "reward_model", "reward_model.enable: true"),
+        ("critic: {profile_ranks: [0]}", "critic"),
+        ("actor_rollout_ref: {ref: {profile_ranks: [0]}}", "actor_rollout_ref.ref"),
+        ("reward_model: {profile_ranks: [0]}", "reward_model"),
     ],
 )
-def test_migrating_keeps_the_keys_of_a_role_that_the_fragment_does_not_show(written, text, section, needs):
-    """Whether a run has the role, another file may say; a run of the fragment alone says that it has not."""
+def test_migrating_keeps_the_keys_of_a_role_that_the_fragment_does_not_show(written, text, section):
+    """Whether a run has the role, another file may say; a run of the fragment alone says that nothing is captured."""
     new, changes = migrate(written(text))
     block = yaml.safe_load(new)
     for name in [*section.split("."), "profiler"]:
         block = block[name]
     assert block == {"enable": True, "ranks": [0]}
-    assert f"{section}.profile_ranks: kept, for runs with" in changes[1] and needs in changes[1]
-    assert any("profile_ranks: dropped" in line for line in load(source=written(text)).notices)
-
-
-@pytest.mark.parametrize(("given", "collected"), [("[npu]", ["npu", "cpu"]), ("[npu,memory]", ["npu", "memory", "cpu"])])
-def test_the_cpus_side_is_added_to_the_contents_of_the_npus_profiler(given, collected):
-    npu = [*ON, "global_profiler.tool=npu", f"{ACTOR}.tool_config.npu.contents={given}"]
-    loaded = load(*npu)
-    assert loaded.config.profilers["actor"].tool_config.npu.contents == collected
-    [line] = [line for line in loaded.notices if "cpu is added" in line]
-    assert f"{ACTOR}.tool_config.npu.contents" in line
-    for whole in ("[]", "[cpu]", "[cpu,npu]"):
-        assert "is added" not in notices(*npu, f"{ACTOR}.tool_config.npu.contents={whole}")
+    assert len(changes) == 1
+    assert any(f"COLLECTS NOTHING of {section}" in line for line in load("global_profiler.steps=[1]", "global_profiler.tool=torch", source=written(text)).notices)
 
 
 @pytest.mark.parametrize(("given", "meant"), [("true", "text"), ("false", "off"), ("db", "db"), ("text", "text")])
@@ -352,31 +340,28 @@ def test_a_tool_that_nobody_chose_is_the_one_with_settings():
 
 
 MISTAKES = [
-    ([f"{ACTOR}.ranks=[0,1]"], f"{ACTOR}.ranks", "actor has one rank, 0"),
-    ([*RANKS, f"{ACTOR}.ranks=[0,2]"], f"{ACTOR}.ranks", "no rank 2: actor has 2 ranks, 0 to 1"),
+    ([f"{ACTOR}.ranks=[0,1]"], f"{ACTOR}.ranks", "no rank 1 among 0 to 0"),
+    ([*RANKS, f"{ACTOR}.ranks=[0,2]"], f"{ACTOR}.ranks", "no rank 2 among 0 to 1"),
     (
         [*RANKS, f"{ACTOR}.tool_config.torch.discrete=true", f"{ROLLOUT}.ranks=[5]"],
         f"{ROLLOUT}.ranks",
-        "no engine 5: rollout has 2 engines, 0 to 1",
+        "no rank 5 among 0 to 1",
     ),
     (
         [*CRITIC, "trainer.placement=ray", "trainer.resource_pools={critic: 2}", "critic.profiler.ranks=[2]"],
         "critic.profiler.ranks",
-        "critic has 2 ranks",
+        "no rank 2 among 0 to 1",
     ),
     ([f"{ACTOR}.all_ranks=true"], f"{ACTOR}.ranks", "all_ranks"),
-    (["critic.profiler={enable: true, ranks: [0]}"], "critic.profiler.enable", "grpo has no critic"),
-    (["reward_model.profiler={enable: true, ranks: [0]}"], "reward_model.profiler.enable", "reward_model.enable"),
-    ([f"{REF}={{enable: true, all_ranks: true}}"], f"{REF}.enable", "no KL term"),
     (
         [*CRITIC, "critic.profiler.tool_config.torch.discrete=true", f"{ROLLOUT}.enable=false"],
         "critic.profiler.tool_config.torch.discrete",
-        "critic is captured stage by stage, but actor is captured by whole steps",
+        "stages are captured of critic, whole steps of actor",
     ),
     (
         [*CRITIC, KL, "critic.profiler.tool_config.torch.discrete=true"],
         "critic.profiler.tool_config.torch.discrete",
-        "actor and ref and rollout are",
+        "whole steps of actor and ref and rollout",
     ),
     (
         [*CRITIC, "critic.profiler.schedule.stages=[critic_update]"],
@@ -403,8 +388,8 @@ MISTAKES = [
         "made of micro_batch units",
     ),
     ([f"{ACTOR}.schedule.stages=[rollout_generate]"], f"{ACTOR}.schedule.unit", "decode_step"),
-    ([f"{ACTOR}.schedule.unit=mini_batch"], f"{ACTOR}.schedule.unit", "stages is empty"),
-    ([f"{ACTOR}.schedule.skip_first=2"], f"{ACTOR}.schedule.skip_first", "stages is empty"),
+    ([f"{ACTOR}.schedule.unit=mini_batch"], f"{ACTOR}.schedule.unit", "stages is []"),
+    ([f"{ACTOR}.schedule.skip_first=2"], f"{ACTOR}.schedule.skip_first", "stages is []"),
     ([f"{ACTOR}.schedule.stages=[actor_updat]"], f"{ACTOR}.schedule.stages[0]", "actor_update"),
     ([f"{ACTOR}.tool_config.torch={{step_start: 2, step_end: 2}}"], f"{ACTOR}.tool_config.torch.step_end", "no mini"),
     (
@@ -477,11 +462,14 @@ def test_what_goes_together_is_accepted(overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([f"{ACTOR}.ranks=[]"], [f"COLLECTS NOTHING of {ACTOR}, {REF}, {ROLLOUT}", "ranks is []", "all_ranks: true"]),
+        ([f"{ACTOR}.ranks=[]"], [f"COLLECTS NOTHING of {ACTOR}, {ROLLOUT}", "ranks is []", "all_ranks: true"]),
+        (["critic.profiler={enable: true, ranks: [0]}"], ["COLLECTS NOTHING of critic.profiler: adv_estimator: grpo has"]),
+        (["reward_model.profiler={enable: true, ranks: [0]}"], ["NOTHING of reward_model.profiler: reward_model.enable"]),
+        ([f"{REF}={{enable: true, all_ranks: true}}"], [f"NOTHING of {REF}: no KL term"]),
         ([f"{ACTOR}.enable=false"], ["COLLECTS NOTHING: global_profiler.steps is [1], but no role is profiled"]),
         (["global_profiler.steps=null"], ["steps is null", f"{ACTOR}.enable", "global_profiler.tool"]),
         (["global_profiler.steps=[1,9]", "trainer.total_training_steps=4"], ["9 will not be profiled", "step 4"]),
-        ([f"{ACTOR}.tool_config.npu.level=level1"], ["(torch is), without effect", f"{ACTOR}.tool_config.npu.level"]),
+        ([f"{ACTOR}.tool_config.npu.level=level1"], ["not used here, without effect", f"{ACTOR}.tool_config.npu.level"]),
         (
             ["global_profiler.global_tool_config.nsys.discrete=true"],
             ["without effect: global_profiler.global_tool_config.nsys.discrete"],

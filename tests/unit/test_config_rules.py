@@ -14,11 +14,11 @@ SFT = ["data.train_files=x.jsonl", "model.path=m"]
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
-        ([f"{ACTOR}.ppo_mini_batch_size=16"], f"{ACTOR}.ppo_mini_batch_size", ["16 prompts", "only 8"]),
+        ([f"{ACTOR}.ppo_mini_batch_size=16"], f"{ACTOR}.ppo_mini_batch_size", ["8 prompts (data.train_batch_size) ÷ 16 = 0 optimizer steps"]),
         (
             [f"{ACTOR}.ppo_mini_batch_size=3"],
             f"{ACTOR}.ppo_mini_batch_size",
-            ["8 prompts (data.train_batch_size) ÷ 3 = 2 optimizer steps and 2 prompts left over", "e.g. 2"],
+            ["8 prompts (data.train_batch_size) ÷ 3 = 2 optimizer steps and 2 prompts left over", "divisor of 8"],
         ),
         (
             [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
@@ -28,34 +28,23 @@ SFT = ["data.train_files=x.jsonl", "model.path=m"]
         (
             [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"],
             f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-            ["4 prompts × 4 samples = 16 samples", "16 = 3 × 5 + 1", "e.g. 4"],
+            ["4 prompts × 4 samples = 16 samples", "16 = 3 × 5 + 1", "multiple of 5"],
         ),
         (
             [f"{ACTOR}.ppo_max_token_len_per_gpu=1000"],
             f"{ACTOR}.ppo_max_token_len_per_gpu",
             ["512 prompt + 512 response = 1024"],
         ),
-        ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ["grpo compares", "every advantage is 0"]),
+        ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ["grpo compares", "nothing to compare"]),
         ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.n", ["4 times the same text"]),
         ([f"{ROLLOUT}.val_kwargs.n=2"], f"{ROLLOUT}.val_kwargs.n", ["2 times the same text"]),
-        ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ["divides the logits by zero", "temperature: 1.0"]),
-        (
-            [
-                f"{ROLLOUT}.temperature=0",
-                f"{ROLLOUT}.do_sample=false",
-                f"{ROLLOUT}.n=1",
-                "data.val_files=x",
-                "trainer.val_only=true",
-            ],
-            f"{ROLLOUT}.temperature",
-            ["log-probabilities are of the temperature-scaled", "do_sample: false"],
-        ),
+        ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ["float > 0"]),
         (
             [f"{ROLLOUT}.val_kwargs.temperature=0", f"{ROLLOUT}.val_kwargs.do_sample=true"],
             f"{ROLLOUT}.val_kwargs.temperature",
-            ["while do_sample is true", "val_kwargs.do_sample: false"],
+            ["while do_sample is true", "do_sample: false"],
         ),
-        ([f"{ROLLOUT}.dtype=bf16"], f"{ROLLOUT}.dtype", ["bfloat16", "float32", "own weights"]),
+        ([f"{ROLLOUT}.dtype=bf16"], f"{ROLLOUT}.dtype", ["bfloat16", "float32", "native engine"]),
         ([f"{ROLLOUT}.response_length=16"], f"{ROLLOUT}.response_length", ["data.max_response_length is 512"]),
         ([f"{ACTOR}.loss_scale_factor=10"], f"{ACTOR}.loss_scale_factor", ["seq-mean-token-sum-norm"]),
         ([f"{ACTOR}.kl_loss_coef=0.5"], f"{ACTOR}.kl_loss_coef", ["no effect", "use_kl_loss: true"]),
@@ -64,7 +53,7 @@ SFT = ["data.train_files=x.jsonl", "model.path=m"]
         (
             [f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=0.2"],
             f"{ACTOR}.clip_ratio",
-            ["no effect", "0.1", "0.2"],
+            ["0.3 has no effect"],
         ),
         (
             [f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
@@ -160,8 +149,6 @@ OFF = {
     f"{ACTOR}.fsdp_config.offload_policy": "false",
     f"{ACTOR}.fsdp_config.mixed_precision": "null",
     f"{ACTOR}.fsdp_config.wrap_policy.min_num_params": "0",
-    "critic.model.fsdp_config": "{}",
-    "reward_model.model.fsdp_config.param_offload": "false",
     f"{ACTOR}.freeze_vision_tower": "false",
     "actor_rollout_ref.ref.fsdp_config.forward_prefetch": "true",
     "actor_rollout_ref.hybrid_engine": "true",
@@ -176,8 +163,6 @@ ON = {
     "critic.megatron": "{tensor_model_parallel_size: 2}",
     "reward_model.reward_manager": "prime",
     "reward_model.launch_reward_fn_async": "true",
-    "reward_model.model.fsdp_config.param_offload": "true",
-    "reward_model.model.fsdp_config.fsdp_size": "2",
     f"{ACTOR}.fsdp_config.wrap_policy.min_num_params": "1000",
     f"{ACTOR}.megatron": "{tensor_model_parallel_size: 2}",
     "actor_rollout_ref.hybrid_engine": "false",
@@ -189,7 +174,6 @@ ON = {
     f"{ACTOR}.use_fused_kernels": "true",
     f"{ACTOR}.freeze_vision_tower": "true",
     f"{ROLLOUT}.agent": "{num_workers: 2}",
-    "reward_model.model.fsdp_config.reshard_after_forward": "1",
 }
 
 
@@ -221,10 +205,9 @@ def test_an_off_block_may_link_to_keys_that_do_not_exist():
     )
 
 
-def test_every_later_key_names_what_it_belongs_to():
+def test_each_pattern_has_one_row():
     patterns = [row.pattern for row in TABLE]
     assert len(set(patterns)) == len(patterns)
-    assert all(row.new or row.why or row.instead or callable(row.off) for row in TABLE)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from pellucid.cli.arguments import Overrides
 from pellucid.config import RunConfig, SftConfig, build_plan, load_config, read_model_facts
 from pellucid.config.compat import migrate
 from pellucid.config.describe import annotated_yaml, keys
@@ -22,7 +23,6 @@ from pellucid.errors import UserError, did_you_mean
 app = typer.Typer(no_args_is_help=True, help="Show, check and convert configurations.")
 
 Sft = Annotated[bool, typer.Option("--sft", help="The recipe is for `pellucid sft`.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, +key=value, ~key.")]
 
 
 @app.command()
@@ -34,18 +34,11 @@ def show(
 ) -> None:
     """Print the configuration as resolved, in YAML that repeats the run."""
     root = SftConfig if sft else RunConfig
-    words = overrides or []
-    if recipe is not None and "=" in recipe and not Path(recipe).is_file():
-        recipe, words = None, [recipe, *words]
-    if recipe is None and not words:
-        text = annotated_yaml(root)
-        _print_text(
-            text
-            if annotated
-            else "\n".join(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
-        )
+    if recipe is None:
+        lines = annotated_yaml(root).splitlines()
+        _print_text("\n".join(line for line in lines if annotated or line.strip(" ")[:1] not in ("", "#")))
         return
-    loaded = load_config(recipe, words, root)
+    loaded = load_config(recipe, overrides or [], root)
     for line in loaded.notices:
         error_console.print(line, style="yellow", markup=False)
     _print_text(annotated_yaml(root, dataclasses.asdict(loaded.config)) if annotated else loaded.yaml)
@@ -61,11 +54,7 @@ def check(
         notice(line)
     config = loaded.config
     if isinstance(config, RunConfig) and not config.trainer.val_only:
-        num_prompts = _count_prompts(config)
-        if num_prompts is None:
-            notice("No plan: the training rows are on the hub.")
-        else:
-            _print_plan(config, num_prompts)
+        _print_plan(config)
     console.print(f"OK: {recipe}", style="green", markup=False)
 
 
@@ -78,11 +67,8 @@ def list_keys(
     every = [key for key in keys(SftConfig if sft else RunConfig) if not key.is_section]
     chosen = [key for key in every if pattern in key.name]
     if not chosen:
-        raise UserError(
-            "PATTERN",
-            f"no key contains '{pattern}'.",
-            did_you_mean(pattern, {word for key in every for word in key.name.split(".")}),
-        )
+        remedy = did_you_mean(pattern, {word for key in every for word in key.name.split(".")})
+        raise UserError("PATTERN", f"no key contains '{pattern}'.", remedy)
     table = Table("key", "type", "default", "meaning", show_lines=True)
     table.columns[0].overflow = "fold"
     for key in chosen:
@@ -112,21 +98,18 @@ def _print_text(text: str) -> None:
     console.print(text.rstrip("\n"), markup=False, soft_wrap=True)
 
 
-def _count_prompts(config: RunConfig) -> int | None:
-    """Return the number of training rows, before filtering; None when counting them would need the hub."""
+def _print_plan(config: RunConfig) -> None:
+    """Print the plan, by the number of rows before filtering; counting those on the hub would download them."""
     from pellucid.data.sources import load_rows
 
     files = config.data.train_files
-    sources = [files] if isinstance(files, str) else files
-    if any(not (source.startswith("task:") or Path(source).suffix or Path(source).exists()) for source in sources):
-        return None
+    for source in [files] if isinstance(files, str) else files:
+        if not (source.startswith("task:") or Path(source).suffix or Path(source).exists()):
+            notice("No plan: the training rows are on the hub.")
+            return
     num_rows = len(load_rows(files, "data.train_files", "train"))
-    return min(num_rows, config.data.train_max_samples or num_rows)
-
-
-def _print_plan(config: RunConfig, num_prompts: int) -> None:
-    plan = build_plan(config, num_prompts, read_model_facts(config.actor_rollout_ref.model.path))
+    num_prompts = min(num_rows, config.data.train_max_samples or num_rows)
     table = Table(show_header=False, box=None)
-    for label, sentence in plan_rows(plan):
-        table.add_row(label, sentence)
+    for row in plan_rows(build_plan(config, num_prompts, read_model_facts(config.actor_rollout_ref.model.path))):
+        table.add_row(*row)
     console.print(table, markup=False)

@@ -87,22 +87,13 @@ def evaluate(
 
 
 def _print_table(metrics: dict[str, float], samples: int) -> None:
-    table = Table(
-        "task", "accuracy", "95% interval", "reward", "problems", *([f"pass@{samples}"] if samples > 1 else [])
-    )
-    for name, accuracy in metrics.items():
-        if name.endswith("/accuracy"):
-            prefix = name.removesuffix("/accuracy")
-            num = metrics[f"{prefix}/num"]
-            low, high = _wilson(accuracy, num)
-            table.add_row(
-                prefix.removeprefix("val/"),
-                f"{accuracy:.1%}",
-                f"{low:.1%} – {high:.1%}",
-                f"{metrics[f'{prefix}/reward']:.3f}",
-                f"{num:.0f}",
-                *([f"{metrics[f'{prefix}/pass@{samples}']:.1%}"] if samples > 1 else []),
-            )
+    several = [f"pass@{samples}"] if samples > 1 else []
+    table = Table("task", "accuracy", "95% interval", "reward", "problems", *several)
+    for task in (name.removesuffix("/accuracy") for name in metrics if name.endswith("/accuracy")):
+        accuracy, reward, num = (metrics[f"{task}/{name}"] for name in ("accuracy", "reward", "num"))
+        low, high = _wilson(accuracy, num)
+        shown = [f"{accuracy:.1%}", f"{low:.1%} – {high:.1%}", f"{reward:.3f}", f"{num:.0f}"]
+        table.add_row(task.removeprefix("val/"), *shown, *(f"{metrics[f'{task}/{name}']:.1%}" for name in several))
     console.print(table)
 
 

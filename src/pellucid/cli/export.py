@@ -4,6 +4,7 @@ With `--critic` it writes the run's value model, from which another critic or a 
 `load_trained` is also how `pellucid eval` finds the model of a run.
 """
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,25 +19,19 @@ if TYPE_CHECKING:
 
     from pellucid.files.rundir import RunDir
 
+Dtype = StrEnum("Dtype", ["float32", "bfloat16"])
+
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Option("--out", help="The model folder to write.")],
-    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the last one by default.")] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", exists=True)],
+    out: Annotated[Path, typer.Option(help="The model folder to write.")],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; the last one by default.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.float32,
     critic: Annotated[
-        bool,
-        typer.Option(
-            "--critic",
-            help="The run's critic instead, in a form for critic.model.path or reward_model.model.path only.",
-        ),
+        bool, typer.Option("--critic", help="The run's critic, for critic.model.path or reward_model.model.path only.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a model folder that plain `transformers` loads."""
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError("--dtype", f"'{dtype}' is not a number format for export.", "Use float32 or bfloat16.")
-    if not run.exists():
-        raise UserError("RUN", f"'{run}' does not exist.", "Give a run's folder, e.g. outputs/<project>/<experiment>.")
     if out.exists() and any(out.iterdir()):
         raise UserError("--out", f"the folder '{out}' is not empty.", "Choose a new folder.")
 
@@ -45,72 +40,49 @@ def export(
     from pellucid.build import torch_dtype
     from pellucid.training.common.models import save_hf_model
 
-    load = load_trained_critic if critic else load_trained
-    model, tokenizer = load(str(run), torch.device("cpu"), step=step)
+    model, tokenizer = load_trained(str(run), torch.device("cpu"), step=step, critic=critic)
     save_hf_model(model, tokenizer, out, torch_dtype(dtype))
     console.print(f"wrote {out}", markup=False)
 
 
 def load_trained(
-    path: str, device: "torch.device", *, step: int | None = None
+    path: str, device: "torch.device", *, step: int | None = None, critic: bool = False
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Return model and tokenizer of a run, a checkpoint, a model folder, a hub id or `builtin`.
 
-    Of a run it takes the checkpoint of `step`, or the last one.
+    Of a run it takes the checkpoint of `step`, or the last one; its policy, or with `critic` its value model, which has
+    the policy's tokenizer.
 
     Raises:
         UserError: nothing usable is there.
     """
-    from pellucid.build import load_policy, run_tokenizer
-    from pellucid.config import RunConfig, SftConfig, load_config
+    from pellucid.build import load_critic, load_policy, run_tokenizer
+    from pellucid.config import SftConfig, load_config
+    from pellucid.run_state import CRITIC_FOLDER
     from pellucid.training.common.models import init_model, load_model, load_tokenizer, model_folder
     from pellucid.training.fsdp import load_trained_weights
 
-    if (found := _find_checkpoint(path, step)) is None:
-        return load_model(path, device=device), load_tokenizer(model_folder(path))
-    run, checkpoint = found
-    if _is_sft(run):
-        config = load_config(run.config_yaml, [], SftConfig).config.model
-        trust = config.trust_remote_code
-        if config.path:
-            overrides = config.override_config
-            model = load_model(config.path, device=device, override_config=overrides, trust_remote_code=trust)
-        else:
-            model = init_model(config.init_config or {}, seed=0, device=device)
-        tokenizer_path = config.tokenizer_path or model_folder(str(config.path))
-        tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=trust)
-    else:
-        config = load_config(run.config_yaml, [], RunConfig).config
-        model, tokenizer = load_policy(config, device), run_tokenizer(config)
-    load_trained_weights(model, checkpoint)
-    return model, tokenizer
-
-
-def load_trained_critic(
-    path: str, device: "torch.device", *, step: int | None = None
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Return the critic of a run's checkpoint, and the tokenizer of the policy that it judges.
-
-    Raises:
-        UserError: there is no run, or it has no critic.
-    """
-    from pellucid.build import load_critic, run_tokenizer
-    from pellucid.config import RunConfig, load_config
-    from pellucid.run_state import CRITIC_FOLDER
-    from pellucid.training.fsdp import load_trained_weights
-
-    found = _find_checkpoint(path, step)
-    if found is None or not (critic := found[1] / CRITIC_FOLDER).is_dir():
-        reason = f"'{path if found is None else found[1]}' holds no critic."
+    run, weights = _find_checkpoint(path, step) or (None, Path(path))
+    if critic and not (weights := weights / CRITIC_FOLDER).is_dir():
+        reason = f"'{weights.parent}' holds no critic."
         raise UserError("--critic", reason, "Give a run with algorithm.adv_estimator: gae, which trains one.")
-    config = load_config(found[0].config_yaml, [], RunConfig).config
-    model = load_critic(config, device)
-    load_trained_weights(model, critic)
-    return model, run_tokenizer(config)
-
-
-def _is_sft(run: "RunDir") -> bool:
-    return "actor_rollout_ref:" not in run.config_yaml.read_text()
+    if run is None:
+        return load_model(path, device=device), load_tokenizer(model_folder(path))
+    if "actor_rollout_ref:" in run.config_yaml.read_text():
+        config = load_config(run.config_yaml, []).config
+        model = load_critic(config, device) if critic else load_policy(config, device)
+        tokenizer = run_tokenizer(config)
+    else:
+        sft = load_config(run.config_yaml, [], SftConfig).config.model
+        trust, overrides = sft.trust_remote_code, sft.override_config
+        if sft.path:
+            model = load_model(sft.path, device=device, override_config=overrides, trust_remote_code=trust)
+        else:
+            model = init_model(sft.init_config or {}, seed=0, device=device)
+        folder = sft.tokenizer_path or model_folder(str(sft.path))
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+    load_trained_weights(model, weights)
+    return model, tokenizer
 
 
 def _find_checkpoint(path: str, step: int | None) -> tuple["RunDir", Path] | None:

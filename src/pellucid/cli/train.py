@@ -123,9 +123,13 @@ def _train(
         Whether there was anything left to train.
     """
     from pellucid.files.checkpoint_store import CheckpointStore
+    from pellucid.files.rundir import atomic_write
+    from pellucid.loop import train
+    from pellucid.metrics.trackers import open_trackers
+    from pellucid.observe.stall import StallEnding
     from pellucid.ranks.rank_failures import RankFailedError
     from pellucid.run import num_steps
-    from pellucid.run_state import checkpoint_step, find_checkpoint
+    from pellucid.run_state import checkpoint_step, find_checkpoint, restore
 
     total_steps = num_steps(config, num_prompts // config.data.train_batch_size)
     checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
@@ -143,9 +147,31 @@ def _train(
         console.print(f"resuming from {checkpoint}: {left}", style="bold", markup=False)
         _report_changes(run_dir, resolved_yaml)
     started_ns = time.time_ns()
-    for restarts_left in reversed(range(config.trainer.max_restarts + 1)):
+    trainer = config.trainer
+    for restarts_left in reversed(range(trainer.max_restarts + 1)):
+        # Before the model: a tracker whose package is missing should cost no time.
+        trackers = open_trackers(
+            trainer.logger,
+            run_dir.path,
+            trainer.project_name,
+            trainer.experiment_name,
+            dataclasses.asdict(config),
+            done or None,
+        )
+        stall = StallEnding(run_dir, trainer.stall_timeout_s)
         try:
-            _train_once(config, resolved_yaml, run_dir, checkpoint, done, build, job, at_end)
+            with (
+                contextlib.closing(trackers),
+                contextlib.closing(build(trackers, done + 1, stall.watchdog)) as run,
+            ):
+                stall.in_hand = run.placement.in_hand
+                if checkpoint is not None:
+                    restore(run, checkpoint)
+                atomic_write(run_dir.config_yaml, resolved_yaml)
+                run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
+                with _recorded_exit(run), stall:
+                    train(run, job)
+                    at_end(run)
             break
         except RankFailedError as error:
             latest = CheckpointStore(run_dir.checkpoints).latest_since(started_ns)
@@ -160,47 +186,6 @@ def _train(
             where = checkpoint or "the beginning"
             console.print(f"restarting from {where} ({restarts_left} restarts left)", markup=False)
     return True
-
-
-def _train_once(
-    config: RunConfig,
-    resolved_yaml: str,
-    run_dir: RunDir,
-    checkpoint: Path | None,
-    done: int,
-    build: Build,
-    job: Job,
-    at_end: Callable[[Run], None],
-) -> None:
-    from pellucid.files.rundir import atomic_write
-    from pellucid.loop import train
-    from pellucid.metrics.trackers import open_trackers
-    from pellucid.observe.stall import StallEnding
-    from pellucid.run_state import restore
-
-    trainer = config.trainer
-    # Before the model: a tracker whose package is missing should cost no time.
-    trackers = open_trackers(
-        trainer.logger,
-        run_dir.path,
-        trainer.project_name,
-        trainer.experiment_name,
-        dataclasses.asdict(config),
-        done or None,
-    )
-    stall = StallEnding(run_dir, trainer.stall_timeout_s)
-    with (
-        contextlib.closing(trackers),
-        contextlib.closing(build(trackers, done + 1, stall.watchdog)) as run,
-    ):
-        stall.in_hand = run.placement.in_hand
-        if checkpoint is not None:
-            restore(run, checkpoint)
-        atomic_write(run_dir.config_yaml, resolved_yaml)
-        run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
-        with _recorded_exit(run), stall:
-            train(run, job)
-            at_end(run)
 
 
 @contextlib.contextmanager
@@ -291,15 +276,9 @@ def _validate_only(config: RunConfig, run_dir: RunDir, inputs: RlInputs) -> None
 
 def _report_changes(run_dir: RunDir, resolved_yaml: str) -> None:
     """Name every line in which the config differs from the one the run was started with."""
-    if not run_dir.config_yaml.exists():
-        return
     import difflib
 
-    before = run_dir.config_yaml.read_text().splitlines()
-    changed = [
-        line
-        for line in difflib.unified_diff(before, resolved_yaml.splitlines(), lineterm="", n=0)
-        if line[:1] in "+-" and line[:3] not in ("+++", "---")
-    ]
-    if changed:
+    before = run_dir.config_yaml.read_text() if run_dir.config_yaml.exists() else resolved_yaml
+    lines = list(difflib.unified_diff(before.splitlines(), resolved_yaml.splitlines(), lineterm="", n=0))[2:]
+    if changed := [line for line in lines if line[0] in "+-"]:
         notice("the config differs from the one this run was started with:\n  " + "\n  ".join(changed))

@@ -1,29 +1,163 @@
 """Keys that users of verl and of earlier guides have: one table for what a run says of them and for `pellucid config
 migrate`.
 
-A row translates a key, drops it where it asks for nothing, or refuses it with what to write instead. `load.py` applies
-the table before the schema sees the user's tree. Blocks of several keys are read in `compat_blocks.py`.
+A row translates a key, drops it where it asks for nothing, or refuses it. `load.py` applies the table before the schema
+sees the user's tree.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pellucid.config import compat_blocks as blocks
 from pellucid.config.compose import read_yaml
-from pellucid.config.convert import flat_hints, in_one_spelling, raise_all
+from pellucid.config.convert import flat_hints, hints_of, in_one_spelling, raise_all
 from pellucid.config.fields import yaml_word
 from pellucid.config.schema import RunConfig
+from pellucid.config.schema.algorithm import RejectionRuleConfig
 from pellucid.config.schema.msprobe_json import SECTION as PRECISION
+from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS
 from pellucid.config.trees import Tree, get, merged, put, remove, resolve
-from pellucid.errors import UserError
+from pellucid.errors import UserError, did_you_mean
 
-Get = Callable[[str], Any]
-"""Returns any key of the user's tree over the defaults, its links followed."""
+_CORRECTION, _STEPS = "algorithm.rollout_correction", "trainer.profile_steps"
+_PROFILING = (_STEPS, "*.profile_ranks", "*.profile_ranks_all", "*.profile_discrete")
+_OLD_SECTIONS = {"actor_rollout_ref.critic": "critic", "actor_rollout_ref.rm": "reward_model"}
+_STATISTICS, _LEVELS = (get_args(hints_of(RejectionRuleConfig)[name]) for name in ("statistic", "level"))
+_RULES = [f"{level}_{statistic}" for level in _LEVELS for statistic in _STATISTICS]
+_MIGRATE = "`pellucid config migrate` rewrites the file."
+
+
+def _correction(key: str, block: Any) -> Tree:
+    """Read `algorithm.rollout_correction`, where one string holds a level, bounds or a list of rules (`0.5_5.0`).
+
+    Raises:
+        UserError: an unknown key or word, or a bound that is not a number.
+    """
+    block = {
+        name: None if value in (False, "", "null", "none") else value
+        for name, value in _section(
+            key,
+            block,
+            (
+                *(
+                    "rollout_is",
+                    "rollout_is_threshold",
+                    "rollout_is_batch_normalize",
+                    "rollout_rs",
+                    "rollout_rs_threshold",
+                ),
+                *("bypass_mode", "loss_type"),
+            ),
+        ).items()
+    }
+    new: Tree = {}
+    bypass, reinforce = block.get("bypass_mode"), block.get("loss_type") == "reinforce"
+    if (level := block.get("rollout_is")) is not None:
+        if level not in ("token", "sequence"):
+            raise UserError(f"{key}.rollout_is", f"'{level}' is no level.", "Set it to token or sequence.")
+        lower, upper = _bounds(f"{key}.rollout_is_threshold", block.get("rollout_is_threshold", 2.0))
+        # With a clipped loss in bypass mode verl computes the weights and applies none; it has no veto.
+        new = {"rollout_is_threshold": upper, "rollout_is": bool(reinforce or not bypass), "rollout_is_level": level}
+        new["rollout_is_veto_threshold"] = None
+        if lower is not None:
+            new |= {"rollout_is_mode": "clip", "rollout_is_threshold_lower": lower}
+        if block.get("rollout_is_batch_normalize"):
+            new["rollout_is_batch_normalize"] = True
+    if (rules := block.get("rollout_rs")) is not None:
+        new["rollout_rs"] = _rejections(key, str(rules), str(block.get("rollout_rs_threshold")))
+    if bypass:
+        new |= {"bypass_mode": True} | ({"loss_type": "reinforce"} if reinforce else {})
+    return {f"algorithm.{name}": value for name, value in new.items()}
+
+
+def _rejections(key: str, words: str, thresholds: str) -> list[Tree]:
+    """Return the rejection rules, each with its own bounds."""
+    names, bounds = ([part.strip() for part in text.split(",")] for text in (words, thresholds))
+    if len(bounds) not in (1, len(names)):
+        reason = f"{len(bounds)} bounds for {len(names)} rules."
+        raise UserError(f"{key}.rollout_rs_threshold", reason, "Give one bound for all rules, or one for each.")
+    rules = []
+    for name, bound in zip(names, bounds * len(names)):
+        if name not in _RULES:
+            raise UserError(f"{key}.rollout_rs", f"'{name}' is no rule.", did_you_mean(name, _RULES))
+        level, _, statistic = name.rpartition("_")
+        lower, upper = _bounds(f"{key}.rollout_rs_threshold", bound)
+        rule: Tree = {"statistic": statistic, "level": level, "upper": upper}
+        if statistic == "k1" and lower is not None:
+            if not math.isclose(lower * upper, 1, rel_tol=1e-5):
+                # verl holds the inverse ratio (rollout ÷ training) within the bounds of k1.
+                lower, rule["upper"] = float(f"{1 / upper:.7g}"), float(f"{1 / lower:.7g}")
+            rule["lower"] = lower
+        rules.append(rule)
+    return rules
+
+
+def _bounds(key: str, value: Any) -> tuple[float | None, float]:
+    """Return (lower or None, upper) of `2.0` or `"0.5_5.0"`."""
+    try:
+        lower, upper = [None, *map(float, str(value).split("_"))][-2:]
+    except ValueError:
+        upper = lower = None
+    if upper is None:
+        raise UserError(key, f"'{value}' is no bound.", "Write an upper bound, or lower_upper such as 0.5_5.0.")
+    return lower, upper
+
+
+def _mixed_precision(key: str, block: Any) -> Tree:
+    """Read a role's `mixed_precision`; here a run computes in one number format, and buffers are kept in float32."""
+    parent, formats = key.rpartition(".")[0], _section(key, block, ("param_dtype", "reduce_dtype", "buffer_dtype"))
+    if formats.get("buffer_dtype") not in (None, "fp32", "float32"):
+        raise UserError(f"{key}.buffer_dtype", "buffers are kept in float32 here.", "Set it to fp32, or remove it.")
+    new = {"actor_rollout_ref.model.dtype": formats.get("param_dtype")}
+    if not parent.startswith("actor_rollout_ref.ref."):  # a frozen model has no gradients to add up
+        new[f"{parent}.reduce_dtype"] = formats.get("reduce_dtype")
+    return {name: value for name, value in new.items() if value is not None}
+
+
+def _section(key: str, block: Any, known: tuple[str, ...]) -> Tree:
+    """Return a block, or raise where it is no section or has a key that is not known."""
+    if not isinstance(block, dict):
+        raise UserError(key, "this is a section of keys, not a value.", f"Keys: {', '.join(known)}.")
+    for name in block:
+        if name not in known:
+            raise UserError(f"{key}.{name}", "there is no such key.", did_you_mean(str(name), known))
+    return block
+
+
+def _profiling(old: Tree, tool: str) -> Tree:
+    """Read the keys of verl's first Nsight guide: `trainer.profile_steps` and each role's `profile_*`.
+
+    There a role without ranks is not profiled, and no role follows another.
+
+    Raises:
+        UserError: a key belongs to no role.
+    """
+    roles: dict[str, Tree] = {section: {} for section in PROFILED_SECTIONS.values()}
+    for key, value in old.items():
+        parent, _, name = key.rpartition(".")
+        section = _OLD_SECTIONS.get(parent, parent)
+        if section in roles:
+            roles[section][name] = value
+        elif key != _STEPS:
+            raise UserError(key, f"{parent} is no role that can be profiled.", f"Roles: {', '.join(roles)}.")
+    if not any(old.values()):
+        return {}
+    new: Tree = {"global_profiler.tool": tool, "global_profiler.steps": old[_STEPS] or None} if _STEPS in old else {}
+    for role, section in PROFILED_SECTIONS.items():
+        keys, block = roles[section], f"{section}.profiler"
+        ranks = {"all_ranks": True} if keys.get("profile_ranks_all") else {"ranks": keys.get("profile_ranks")}
+        if any(ranks.values()):
+            new |= {f"{block}.enable": True} | {f"{block}.{name}": value for name, value in ranks.items()}
+        elif keys or (role in ACTOR_FOLLOWERS and roles[PROFILED_SECTIONS["actor"]]):
+            new[f"{block}.enable"] = False
+        if keys.get("profile_discrete"):
+            new[f"{block}.tool_config.{tool}.discrete"] = True
+    return new
 
 
 @dataclass(frozen=True)
@@ -32,172 +166,97 @@ class Row:
 
     pattern: str
     """Dotted key; `*` stands for any text."""
-    off: tuple[Any, ...] | Callable[[Any, Get], bool] = ()
-    """Values that ask for nothing, null among them, or a test of the value: the key is dropped with a notice."""
+    off: tuple[Any, ...] | Callable[[Any], bool] = ()
+    """Values beside null that ask for nothing, or a test of the value: the key is dropped with a notice."""
     new: Callable[[str, Any], Tree] | None = None
-    """From the section that holds the key and its value to the dotted keys and values that mean the same."""
-    why: str = ""
-    """What a run says beside the new keys; of a key without new ones, why it is refused."""
+    """From the key and its value to the dotted keys and values that mean the same; none: the key is refused."""
     remedy: str = ""
-    """For a key without new ones: what to do about it."""
-    instead: str = ""
-    """What happens in place of a key that is dropped at any value."""
+    """For a refused key: what to do about it."""
     stops: bool = False
     """Whether a run stops and shows the new keys, where otherwise it reads the old key as these and says so."""
+    only_with: str = ""
+    """The profiling tool without which the key asks for nothing."""
 
-    def is_off(self, value: Any, get: Get) -> bool:
-        """Tell whether a value asks for nothing."""
+    def is_off(self, value: Any, tool: Any) -> bool:
+        """Tell whether a value asks for nothing where `tool` profiles."""
+        if value is None or (self.only_with and self.only_with != tool):
+            return True
         if callable(self.off):
-            return self.off(value, get)
-        return value is None or any(
-            value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off
-        )
-
-    def refusal(self, key: str, value: Any) -> UserError:
-        """Return the error for a key that has no meaning here."""
-        shown = "this section" if isinstance(value, dict) else f"the value {yaml_word(value)}"
-        off = yaml_word(next(iter(self.off), None)) if isinstance(self.off, tuple) else ""
-        remedy = f"Remove it or set it to {off}." if off else "Remove it."
-        return UserError(key, self.why.format(shown=shown), f"{remedy} {self.remedy}".strip())
+            return self.off(value)
+        return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
 
 
-def _later(pattern: str, off: Any, what: str) -> Row:
-    """Return the row of a key that belongs to something this version does not have."""
-    return Row(pattern, off, why=f"{{shown}} belongs to {what}, which this version does not have.")
+def _beside(name: str, *more: str) -> Callable[[str, Any], Tree]:
+    """Return a function that says a key's value by other keys of its section."""
+    return lambda key, value: {f"{key.rpartition('.')[0]}.{other}": value for other in (name, *more)}
 
 
-def _not_enabled(value: Any, get: Get) -> bool:
-    """A block is off when it is null or its `enable` is false or unset."""
-    return value is None or (isinstance(value, dict) and value.get("enable") in (None, False))
+def _for_all_roles(key: str, block: Any) -> Tree:
+    """Read a role's settings of the precision debugger, which has one setting for all roles."""
+    return {f"{PRECISION}.{name}": value for name, value in block.items() if value not in (None, False)}
 
 
-def _moved(name: str, why: str, remedy: str) -> Row:
-    """Return the row of a key of verl's precision debugger that is said elsewhere here."""
-
-    def off(value: Any, get: Get) -> bool:
-        unused = get("global_profiler.tool") != "precision_debugger"
-        return value is None or (unused and get(f"{PRECISION}.enable") is False)
-
-    return Row(f"{PRECISION}.{name}", off, why=f"there is no such key: {why}", remedy=remedy)
+def _tis(key: str, value: Any) -> Tree:
+    level = {"algorithm.rollout_is_level": "token", "algorithm.rollout_is_mode": "truncate"}
+    weights = {"algorithm.rollout_is_threshold": value, "algorithm.rollout_is": True}
+    return weights | level | {"actor_rollout_ref.rollout.calculate_log_probs": True}
 
 
-def _is_a_copy(value: Any, get: Get) -> bool:
-    """A role's block is off when it repeats the global one, or says `enable: false` of a tool that is not used."""
-    unused = get("global_profiler.tool") != "precision_debugger"
-    whole = get(PRECISION)
-    return value is None or (
-        isinstance(value, dict)
-        and (
-            (unused and value.get("enable") is False)
-            or all(entry in (None, whole.get(name)) for name, entry in value.items())
-        )
-    )
+def _any(value: Any) -> bool:
+    return True
 
 
-def _tis(parent: str, value: Any) -> Tree:
-    return {
-        "algorithm.rollout_is_threshold": value,
-        "algorithm.rollout_is": True,
-        "algorithm.rollout_is_level": "token",
-        "algorithm.rollout_is_mode": "truncate",
-        "actor_rollout_ref.rollout.calculate_log_probs": True,
-    }
+def _not_enabled(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("enable") in (None, False)
 
 
-_MEMORY = "global_profiler.global_tool_config.torch_memory"
-_ROLLOUT = "actor_rollout_ref.rollout"
-_OF_ENGINES = (
-    *("gpu_memory_utilization", "enforce_eager", "free_cache_engine", "load_format"),
-    *("max_model_len", "enable_chunked_prefill", "disable_log_stats", "engine_kwargs", "layered_summon"),
+_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+_LATER = (
+    *("gpu_memory_utilization", "enforce_eager", "free_cache_engine", "load_format", "max_model_len"),
+    *("enable_chunked_prefill", "disable_log_stats", "engine_kwargs", "layered_summon", "agent"),
 )
-_REWARD_FSDP = "a reward model spread in a way of its own"
-_NO_STEPS = "global_profiler.steps alone says which steps are captured."
-_NO_RANKS = "each role says which of its ranks are captured."
-_NO_FOLDER = "the run decides where captures go."
-_FOLDER = "Set global_profiler.save_path for another folder."
+_CUTS = ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+_MEMORY = "global_profiler.global_tool_config.torch_memory"
+_OFF: dict[str, tuple[Any, ...] | Callable[[Any], bool]] = {
+    "actor_rollout_ref.hybrid_engine": (True,),
+    "reward_model.launch_reward_fn_async": (False,),
+    "reward_model.reward_manager": ("naive",),
+    "*.use_fused_kernels": (False,),
+    "*.freeze_vision_tower": (False,),
+    "*.fsdp_config.wrap_policy.min_num_params": (0,),
+    "*.fsdp_config.forward_prefetch": _any,
+    "*.ulysses_sequence_parallel_size": (1,),
+    "*.megatron": (),
+    f"{_ROLLOUT}.tensor_model_parallel_size": (1,),
+    f"{_ROLLOUT}.mode": ("sync",),
+    f"{_ROLLOUT}.multi_turn": _not_enabled,
+    # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
+    **{f"{_ROLLOUT}.log_prob_{name}": _any for name in _CUTS},
+    **{f"{_ROLLOUT}.{name}": () for name in _LATER},
+    f"{_MEMORY}.context": ("all",),
+    f"{_MEMORY}.stacks": ("all",),
+    f"{_MEMORY}.kw_args": ({},),
+}
+"""Keys that verl has and this version has not → the values beside null at which they ask for nothing."""
+_MOVED = {
+    "enable": "Set global_profiler.tool: precision_debugger, or null for none.",
+    "data_dir": "The run decides where captures go; set global_profiler.save_path for another folder.",
+    "dump_path": "The run decides where captures go; set global_profiler.save_path for another folder.",
+    "steps": "Set global_profiler.steps.",
+    "ranks": "Set the role's profiler.ranks.",
+}
+"""Keys of verl's precision debugger → what to do here."""
 
 TABLE: tuple[Row, ...] = (
-    Row(
-        "actor_rollout_ref.actor.tis_imp_ratio_cap",
-        lambda value, get: value is None or (isinstance(value, int | float) and value <= 0),
-        _tis,
-        "The key was removed: importance sampling of the rollout is set under algorithm. `pellucid config migrate` "
-        "rewrites the file.",
-        stops=True,
-    ),
-    Row(
-        "*.ppo_micro_batch_size",
-        (),
-        lambda parent, value: {f"{parent}.ppo_micro_batch_size_per_gpu": value},
-        "The global micro-batch size is gone; the new key counts samples on one rank.",
-        stops=True,
-    ),
-    Row(
-        blocks.CORRECTION,
-        lambda value, get: value is None or (isinstance(value, dict) and not blocks.correction_keys(value)),
-        lambda parent, value: blocks.correction_keys(value),
-        "The block's keys are flat here.",
-    ),
-    Row(
-        "critic.model.fsdp_config",
-        ({},),
-        lambda parent, value: blocks.critic_sharding_keys(value),
-        "The block sits beside critic.strategy here.",
-    ),
-    Row(
-        "*.fsdp_config.mixed_precision",
-        ({},),
-        blocks.precision_keys,
-        "All roles compute in the model's number format.",
-    ),
-    Row(
-        "*.fsdp_config.offload_policy",
-        (False,),
-        lambda parent, value: blocks.offload_keys(parent),
-        "The two keys mean the same for fsdp and fsdp2.",
-    ),
-    # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
-    *(
-        Row(f"{_ROLLOUT}.log_prob_{name}", lambda value, get: True)
-        for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
-    ),
-    Row("*.fsdp_config.forward_prefetch", lambda value, get: True, instead="FSDP gathers layers ahead as it sees fit"),
-    Row(
-        "*.profiler.tool_config.precision_debugger",
-        _is_a_copy,
-        why="the tool has one setting for all roles.",
-        remedy=f"Set {PRECISION}.",
-    ),
-    _moved(
-        "enable", "the tool is chosen by its name.", "Set global_profiler.tool: precision_debugger, or null for none."
-    ),
-    _moved("data_dir", _NO_FOLDER, _FOLDER),
-    _moved("dump_path", _NO_FOLDER, _FOLDER),
-    _moved("steps", _NO_STEPS, "Set global_profiler.steps."),
-    _moved("step", _NO_STEPS, "Set global_profiler.steps."),
-    _moved("ranks", _NO_RANKS, "Set the role's profiler.ranks."),
-    _moved("rank", _NO_RANKS, "Set the role's profiler.ranks."),
-    _moved("concurrency", "a process makes one capture at a time.", ""),
-    _moved("task", "msprobe's JSON file says it.", "Set task in the file at config_path."),
-    _later(f"{_MEMORY}.context", ("all",), "further kinds of memory snapshots"),
-    _later(f"{_MEMORY}.stacks", ("all",), "further kinds of memory snapshots"),
-    _later(f"{_MEMORY}.kw_args", ({},), "further kinds of memory snapshots"),
-    _later("reward_model.launch_reward_fn_async", (False,), "asynchronous rewards"),
-    _later("reward_model.reward_manager", ("naive",), "reward managers"),
-    _later("actor_rollout_ref.hybrid_engine", (True,), "split placement"),
-    _later("*.use_fused_kernels", (False,), "fused kernels"),
-    _later("*.freeze_vision_tower", (False,), "models that see images; this run's model is text-only"),
-    _later("*.fsdp_config.wrap_policy.min_num_params", (0,), "other units of sharding than a decoder layer"),
-    _later("reward_model.model.fsdp_config.fsdp_size", (-1,), _REWARD_FSDP),
-    _later("reward_model.model.fsdp_config.param_offload", (False,), _REWARD_FSDP),
-    _later("reward_model.model.fsdp_config.reshard_after_forward", (True,), _REWARD_FSDP),
-    _later("*.megatron", (), "the Megatron engine"),
-    _later("*.ulysses_sequence_parallel_size", (1,), "sequence parallelism"),
-    _later(f"{_ROLLOUT}.tensor_model_parallel_size", (1,), "the vLLM and SGLang engines"),
-    _later(f"{_ROLLOUT}.mode", ("sync",), "the asynchronous schedule"),
-    _later(f"{_ROLLOUT}.multi_turn", _not_enabled, "conversations of several turns"),
-    _later(f"{_ROLLOUT}.agent", (), "agent loops"),
-    *(_later(f"{_ROLLOUT}.{name}", (), "the vLLM and SGLang engines") for name in _OF_ENGINES),
+    Row(f"{_ACTOR}.tis_imp_ratio_cap", (-1, 0), _tis, stops=True),
+    Row("*.ppo_micro_batch_size", (), _beside("ppo_micro_batch_size_per_gpu"), stops=True),
+    Row(_CORRECTION, ({},), _correction),
+    Row("*.fsdp_config.mixed_precision", ({},), _mixed_precision),
+    Row("actor_rollout_ref.ref.fsdp_config.offload_policy", (False,), _beside("param_offload")),
+    Row("*.fsdp_config.offload_policy", (False,), _beside("param_offload", "optimizer_offload")),
+    Row("*.profiler.tool_config.precision_debugger", ({},), _for_all_roles, only_with="precision_debugger"),
+    *(Row(f"{PRECISION}.{name}", (), remedy=remedy, only_with="precision_debugger") for name, remedy in _MOVED.items()),
+    *(Row(pattern, off) for pattern, off in _OFF.items()),
 )
 
 
@@ -209,28 +268,19 @@ class Found:
     """The old keys with their values."""
     new: Tree
     """What takes their place; empty when they are dropped."""
-    why: str
-    """What a run says beside the new keys, or of keys that are dropped, if anything."""
     error: UserError | None = None
     """What stops a run."""
-    notes: tuple[str, ...] = ()
-    """Lines on what is not as it looks."""
+    why: str = _MIGRATE
+    """What a run says beside the new keys."""
 
 
-def _row_of(key: str) -> Row | None:
-    return next((row for row in TABLE if fnmatchcase(key, row.pattern)), None)
-
-
-def _is_of_profiling(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in blocks.PROFILING)
-
-
-def _old_keys(node: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the old keys of a tree with their values; what is inside an old key belongs to that."""
+def _old_keys(node: Tree, prefix: str = "") -> Iterator[tuple[str, Any, Row | None]]:
+    """Yield the old keys of a tree with value and row, None for keys of profiling; what is inside one belongs to it."""
     for name, value in node.items():
         key = f"{prefix}{name}"
-        if _is_of_profiling(key) or _row_of(key) is not None:
-            yield key, value
+        row = next((row for row in TABLE if fnmatchcase(key, row.pattern)), None)
+        if row is not None or any(fnmatchcase(key, pattern) for pattern in _PROFILING):
+            yield key, value, row
         elif isinstance(value, dict):
             yield from _old_keys(value, f"{key}.")
 
@@ -248,16 +298,14 @@ def find_old(user: Tree, defaults: Tree) -> list[Found]:
     tree = merged(defaults, user)
     found: list[Found] = []
     profiling: Tree = {}
-    for key, value in _old_keys(user):
-        if _is_of_profiling(key):
+    for key, value, row in _old_keys(user):
+        if row is None:
             profiling[key] = resolve(tree, key)
-        elif (row := _row_of(key)) is not None:
+        else:
             found.append(_found(row, key, value, tree))
     if profiling:
-        notes: list[str] = []
-        new = blocks.profiling_keys(profiling, user, tree, notes)
-        why = "`pellucid config migrate` rewrites the file." if new else ""
-        found.append(Found(profiling, new, why, notes=tuple(notes)))
+        new = _profiling(profiling, get(tree, "global_profiler.tool") or "nsys")
+        found.append(Found(profiling, new, why=f"profile_ranks of null or [] is no ranks. {_MIGRATE}"))
     return found
 
 
@@ -269,13 +317,16 @@ def _found(row: Row, key: str, value: Any, tree: Tree) -> Found:
         except UserError:
             if row.new is not None:  # of what is dropped or refused, links may lead nowhere
                 raise
-    if row.is_off(value, lambda other: resolve(tree, other)):
-        return Found({key: value}, {}, row.instead)
+    if row.is_off(value, get(tree, "global_profiler.tool")):
+        return Found({key: value}, {})
     if row.new is None:
-        return Found({key: value}, {}, row.why, row.refusal(key, value))
-    new = row.new(key.rpartition(".")[0], value)
-    error = UserError(key, "this spelling is replaced by\n" + _yaml(new), row.why) if row.stops else None
-    return Found({key: value}, new, row.why, error)
+        shown = "this section" if isinstance(value, dict) else f"the value {yaml_word(value)}"
+        off = f" or set it to {yaml_word(row.off[0])}" if isinstance(row.off, tuple) and row.off else ""
+        error = UserError(key, f"{shown} asks for what this version does not have.", row.remedy or f"Remove it{off}.")
+        return Found({key: value}, {}, error)
+    new = row.new(key, value)
+    error = UserError(key, f"this spelling is replaced by\n{_yaml(new)}", _MIGRATE) if row.stops else None
+    return Found({key: value}, new, error)
 
 
 def translate(user: Tree, defaults: Tree, notices: list[str]) -> None:
@@ -285,34 +336,35 @@ def translate(user: Tree, defaults: Tree, notices: list[str]) -> None:
         UserError: an old key is refused, or a key is set both in the old and the new spelling, to different values
             (`ConfigError` for several).
     """
-    hints = flat_hints(RunConfig)
-    dropped: dict[str, list[str]] = {}
-    while found := find_old(user, defaults):  # the keys that a block is read as may be old ones themselves
-        raise_all([item.error for item in found if item.error is not None])
-        for item in found:
-            names = ", ".join(item.keys)
-            for key in item.keys:
-                remove(user, key)
-            for key, value in item.new.items():
-                if (own := get(user, key)) is not None and in_one_spelling(own, hints.get(key)) != value:
-                    raise UserError(key, f"is also set, to another value, by {names}.", "Keep one of the two.")
-                put(user, key, value)
-            if item.new:
-                notices.append(f"{names} {'is' if len(item.keys) == 1 else 'are'} read as\n{_yaml(item.new)}{item.why}")
-            else:
-                dropped.setdefault(item.why, []).extend(item.keys)
-            notices += item.notes
-    for why, keys in dropped.items():
-        notices.append(f"Keys that change nothing here, dropped{f' ({why})' if why else ''}: {', '.join(keys)}")
+    hints, found = flat_hints(RunConfig), find_old(user, defaults)
+    raise_all([item.error for item in found if item.error is not None])
+    for item in found:
+        names = ", ".join(item.keys)
+        for key in item.keys:
+            remove(user, key)
+        for key, value in item.new.items():
+            wanted = in_one_spelling(value, hints.get(key))
+            if (own := get(user, key)) is not None and in_one_spelling(own, hints.get(key)) != wanted:
+                raise UserError(key, f"is also set, to another value, by {names}.", "Keep one of the two.")
+            put(user, key, wanted)
+        if item.new:
+            notices.append(f"{names} {'is' if len(item.keys) == 1 else 'are'} read as\n{_yaml(item.new)}{item.why}")
+    if dropped := [key for item in found if not item.new for key in item.keys]:
+        notices.append(f"Keys that change nothing here, dropped: {', '.join(dropped)}")
 
 
-def drop_targets(node: Any) -> int:
-    """Remove the `_target_` keys of Hydra's instantiation from a tree and return how many there were."""
+def drop_targets(tree: Tree, notices: list[str]) -> None:
+    """Remove the `_target_` keys of Hydra's instantiation, with one line for all."""
+    if count := _drop_targets(tree):
+        notices.append(f"Ignored {count} `_target_` key{'s' * (count > 1)}: classes are not chosen by name here.")
+
+
+def _drop_targets(node: Any) -> int:
     if isinstance(node, list):
-        return sum(map(drop_targets, node))
+        return sum(map(_drop_targets, node))
     if not isinstance(node, dict):
         return 0
-    return int(node.pop("_target_", None) is not None) + sum(map(drop_targets, node.values()))
+    return int(node.pop("_target_", None) is not None) + sum(map(_drop_targets, node.values()))
 
 
 def migrate(source: Path) -> tuple[str, list[str]]:
@@ -322,46 +374,32 @@ def migrate(source: Path) -> tuple[str, list[str]]:
         source: the YAML file; comments are not kept.
 
     Returns:
-        The new YAML text, and one line for each change.
+        The new YAML and one line for each change; links are kept.
 
     Raises:
-        UserError: the file, or an old key in it, cannot be read.
+        UserError: the file cannot be read, or an old key in it cannot.
     """
     from omegaconf import OmegaConf
 
     tree: Any = OmegaConf.to_container(read_yaml(source), resolve=False)
     changes: list[str] = []
-    if count := drop_targets(tree):
-        changes.append(targets_notice(count))
-    kept: set[str] = set()
-    while found := [item for item in find_old(tree, {}) if not kept & item.keys.keys()]:
-        for item in found:
-            if item.error is not None and not item.new:
-                kept |= item.keys.keys()
-                changes.append(f"{item.error} It stays in the file.")
-                continue
-            for key in item.keys:
-                remove(tree, key)
-            for key, value in item.new.items():
-                put(tree, key, value)
-            changes.append(f"{_line(item.keys)} → {_line(item.new) or 'removed (changes nothing here)'}")
-            changes += item.notes
+    drop_targets(tree, changes)
+    for item in find_old(tree, {}):
+        if item.error is not None and not item.new:
+            changes.append(f"{item.error} It stays in the file.")
+            continue
+        for key in item.keys:
+            remove(tree, key)
+        for key, value in item.new.items():
+            put(tree, key, value)
+        changes.append(f"{_line(item.keys)} → {_line(item.new) or 'removed (changes nothing here)'}")
     return OmegaConf.to_yaml(OmegaConf.create(tree)), changes
 
 
-def targets_notice(count: int) -> str:
-    """Return the line on `_target_` keys that were removed."""
-    return f"Ignored {count} `_target_` key{'s' * (count > 1)}: classes are not chosen by name here."
-
-
 def _line(keys: Tree) -> str:
-    import yaml
+    import json
 
-    def word(value: Any) -> str:
-        text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
-        return text.removesuffix("...\n").strip()
-
-    return ", ".join(f"{key}: {word(value)}" for key, value in keys.items())
+    return ", ".join(f"{key}: {json.dumps(value)}" for key, value in keys.items())
 
 
 def _yaml(keys: Tree) -> str:

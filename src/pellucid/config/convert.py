@@ -10,17 +10,7 @@ import types
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pellucid.config.fields import (
-    Alias,
-    Length,
-    OrImportPath,
-    Range,
-    Refused,
-    default_of,
-    is_import_path,
-    link_of,
-    yaml_word,
-)
+from pellucid.config.fields import Alias, OrImportPath, Range, default_of, is_import_path, link_of, yaml_word
 from pellucid.errors import UserError, did_you_mean, nearest
 
 T = TypeVar("T")
@@ -75,19 +65,16 @@ def flat_hints(cls: type, prefix: str = "") -> dict[str, Any]:
 def in_one_spelling(value: Any, hint: Any) -> Any:
     """Return what `value` means where it is an alias in `hint`, else `value`."""
     metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((meta.means for meta in metas if isinstance(meta, Alias) and meta.word == value), value)
+    aliases = [meta for meta in metas if isinstance(meta, Alias) and meta.word == value]
+    return next((alias.means for alias in aliases if type(alias.word) is type(value)), value)
 
 
 def type_text(hint: Any) -> str:
     """Return a type as users read it, e.g. `int ≥ 1 or null` or `auto | cpu | cuda`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return " ".join(
-            [
-                type_text(args[0]),
-                *(str(meta) for meta in args[1:] if isinstance(meta, Range | Length | OrImportPath) and str(meta)),
-            ]
-        )
+        said = [str(meta) for meta in args[1:] if isinstance(meta, Range | OrImportPath)]
+        return " ".join(filter(None, [type_text(args[0]), *said]))
     if origin is Literal:
         return " | ".join(str(arg) for arg in args)
     if origin in (Union, types.UnionType):
@@ -101,28 +88,25 @@ def type_text(hint: Any) -> str:
     return {bool: "true | false", str: "text", type(None): "null"}.get(hint) or hint.__name__
 
 
-def convert(cls: type[T], tree: dict[str, Any], notices: list[str]) -> T:
+def convert(cls: type[T], tree: dict[str, Any]) -> T:
     """Build a section from a resolved tree that has every key.
 
     Args:
         cls: the dataclass.
         tree: plain values, `???` nowhere.
-        notices: lines to tell the user are appended here.
 
     Raises:
         UserError: a wrong type, choice or range (`ConfigError` for several).
     """
     own: list[UserError] = []
     followed: list[UserError] = []
-    made = _section(cls, tree, "", own, followed, notices)
+    made = _section(cls, tree, "", own, followed)
     said = {error.reason for error in own}
     raise_all(own + [error for error in followed if error.reason not in said])
     return made
 
 
-def _section(
-    cls: Any, tree: dict[str, Any], prefix: str, own: list[UserError], followed: list[UserError], notices: list[str]
-) -> Any:
+def _section(cls: Any, tree: dict[str, Any], prefix: str, own: list[UserError], followed: list[UserError]) -> Any:
     """Build one section; a mistake in a key that may follow another one goes to `followed`, any other to `own`."""
     values: dict[str, Any] = {}
     for item, (name, hint) in zip(dataclasses.fields(cls), hints_of(cls).items()):
@@ -131,46 +115,48 @@ def _section(
             if not isinstance(value, dict):
                 raise UserError(prefix + name, "its interpolation gives a value, but this is a section of keys.")
             errors = followed if item.metadata.get("follows") else own
-            values[name] = _section(hint, value, f"{prefix}{name}.", errors, followed, notices)
+            values[name] = _section(hint, value, f"{prefix}{name}.", errors, followed)
             continue
         try:
-            values[name] = _value(value, hint, prefix + name, notices)
+            values[name] = _value(value, hint, prefix + name)
         except UserError as error:
             (own if link_of(item) is None else followed).append(error)
     return None if own or followed else cls(**values)
 
 
-def _value(value: Any, hint: Any, key: str, notices: list[str], allowed: str = "") -> Any:
+def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
     """Return `value` as `hint` asks for it, or raise the error that says what is `allowed`."""
     origin, args, allowed = get_origin(hint), get_args(hint), allowed or type_text(hint)
     if origin is Annotated:
-        return _annotated(value, args[0], args[1:], key, notices, allowed)
+        return _annotated(in_one_spelling(value, hint), args[0], args[1:], key, allowed)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
         arms = [arg for arg in args if arg is not type(None)]
         like = [arm for arm in arms if arm is type(value)]
         like += [arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)]
-        arm = next(iter(like), arms[0])
-        return _value(value, arm, key, notices, allowed)
+        return _value(value, next(iter(like), arms[0]), key, allowed)
     if dataclasses.is_dataclass(hint):
-        return _entry(value, hint, key, notices)
+        return _entry(value, hint, key)
     if origin is Literal:
         if isinstance(value, str) and value in args:
             return value
         close = nearest(str(value), [str(arg) for arg in args])
         raise UserError(key, f"{_shown(value)} is not one of {allowed}.", f"Did you mean '{close}'?" if close else "")
     if origin is list and isinstance(value, list):
-        return [_value(item, args[0], f"{key}[{index}]", notices) for index, item in enumerate(value)]
+        return [_value(item, args[0], f"{key}[{index}]") for index, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return value if args[1] is Any else {k: _value(v, args[1], f"{key}.{k}", notices) for k, v in value.items()}
+        return {
+            _value(k, args[0], f"{key}.{k}"): v if args[1] is Any else _value(v, args[1], f"{key}.{k}")
+            for k, v in value.items()
+        }
     made = None if origin or value is None else _scalar(value, hint)
     if made is None:
         raise UserError(key, f"{_shown(value)} is not allowed; it must be {allowed}.")
     return made
 
 
-def _entry(value: Any, cls: Any, key: str, notices: list[str]) -> Any:
+def _entry(value: Any, cls: Any, key: str) -> Any:
     """Return one entry of a list of mappings; fields without a default must be there."""
     known = {item.name: item for item in dataclasses.fields(cls)}
     if not isinstance(value, dict):
@@ -181,27 +167,18 @@ def _entry(value: Any, cls: Any, key: str, notices: list[str]) -> Any:
     for name, item in known.items():
         if name not in value and item.default is dataclasses.MISSING:
             raise UserError(f"{key}.{name}", "must be set.", f"It is {type_text(hints_of(cls)[name])}.")
-    return cls(**{name: _value(part, hints_of(cls)[name], f"{key}.{name}", notices) for name, part in value.items()})
+    return cls(**{name: _value(part, hints_of(cls)[name], f"{key}.{name}") for name, part in value.items()})
 
 
-def _annotated(value: Any, hint: Any, metas: tuple[Any, ...], key: str, notices: list[str], allowed: str) -> Any:
-    for meta in metas:
-        if isinstance(meta, Alias) and value == meta.word and type(value) is type(meta.word):
-            value = meta.means
-            if meta.said:
-                notices.append(f"{key}: {meta.said}")
-        if isinstance(meta, Refused) and value in meta.words:
-            raise UserError(key, f"'{value}' is not in this version.", meta.remedy)
+def _annotated(value: Any, hint: Any, metas: tuple[Any, ...], key: str, allowed: str) -> Any:
     if isinstance(value, str) and ":" in value and any(isinstance(meta, OrImportPath) for meta in metas):
         if is_import_path(value):
             return value
-        raise UserError(
-            key, f"'{value}' is not an import path.", "Write it as 'package.module:name' or 'file.py:name'."
-        )
-    made = _value(value, hint, key, notices, allowed)
-    for meta in metas:
-        if isinstance(meta, Range | Length) and not meta.holds(made):
-            raise UserError(key, f"{_shown(value)} is out of range; it must be {allowed}.")
+        remedy = "Write it as 'package.module:name' or 'file.py:name'."
+        raise UserError(key, f"'{value}' is not an import path.", remedy)
+    made = _value(value, hint, key, allowed)
+    if not all(meta.holds(made) for meta in metas if isinstance(meta, Range)):
+        raise UserError(key, f"{_shown(value)} is out of range; it must be {allowed}.")
     return made
 
 
@@ -213,10 +190,10 @@ def _scalar(value: Any, hint: type) -> Any:
         return None
     if hint is str:
         return str(value)
-    if isinstance(value, hint) or (hint is float and isinstance(value, int)):
-        return hint(value)
+    if isinstance(value, float) and hint is int:
+        return None
     try:
-        return hint(value) if isinstance(value, str) else None
+        return hint(value)
     except ValueError:
         return None
 

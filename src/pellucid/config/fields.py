@@ -1,4 +1,4 @@
-"""The vocabulary the schema is written in: ranges, lengths, alias words, what a field follows and what it needs to act.
+"""The vocabulary the schema is written in: ranges, alias words, what a field follows and what it needs to act.
 
 The sections in `schema/` use these; `convert.py` and `validate/effects.py` enforce them and `describe.py` prints them.
 """
@@ -27,8 +27,7 @@ class Range:
     def holds(self, value: float) -> bool:
         """Tell whether `value` is within the bounds; NaN and infinities never are."""
         return (
-            abs(value) != float("inf")
-            and value == value
+            abs(value) < float("inf")
             and (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)
             and (self.lt is None or value < self.lt)
@@ -41,34 +40,11 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Length:
-    """Exact number of entries of a list."""
-
-    count: int
-
-    def holds(self, value: list[Any]) -> bool:
-        """Tell whether the list has that many entries."""
-        return len(value) == self.count
-
-    def __str__(self) -> str:
-        return f"with {self.count} entries"
-
-
-@dataclass(frozen=True)
 class Alias:
-    """Another spelling of a choice; `said` is the notice printed when it is used, empty for none."""
+    """Another spelling of a value."""
 
     word: str | int | None
     means: Any
-    said: str = ""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Words that users of other systems know and this version does not act on, and what to write instead."""
-
-    words: tuple[str, ...]
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -89,22 +65,18 @@ def is_import_path(text: str) -> bool:
     return re.fullmatch(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*", text) is not None
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Needs:
     """What must hold for a field to act: another key of the config has one of some values, or is switched on."""
 
     key: str
     """Dotted key or property of the root; a leading dot means the field's own section."""
-    values: tuple[Any, ...]
+    values: tuple[str, ...] = ()
     """Values with which the field acts, a function of the user's among them; empty: all but false, null, 0 and []."""
-    otherwise: str
+    otherwise: str = ""
     """Why the field does nothing, after "has no effect"; `{0.a.b}` stands for a key. Empty: made from key and value."""
-    remedy: str
+    remedy: str = ""
     """What to set so that the field acts; empty: made from key and values."""
-
-    def __init__(self, key: str, *values: Any, otherwise: str = "", remedy: str = "") -> None:
-        for name, value in (("key", key), ("values", values), ("otherwise", otherwise), ("remedy", remedy)):
-            object.__setattr__(self, name, value)
 
     def missing(self, root: Any, section: str) -> tuple[str, str] | None:
         """Return why a field of `section` does nothing under the config `root`, and the remedy; None where it acts."""
@@ -112,25 +84,18 @@ class Needs:
         value: Any = operator.attrgetter(key.lstrip("."))(root)
         if value in self.values or (is_import_path(str(value)) if self.values else value):
             return None
-        if self.values:
-            why = f"with {key.rpartition('.')[2]}: {value}"
-            remedy = (
-                f"Set {key}: {self.values[0]}" if len(self.values) == 1 else f"Set {key} to {' or '.join(self.values)}"
-            )
-        else:
-            shown = "empty" if value == [] else yaml_word(value)
-            why = f"while {key} is {shown}"
-            remedy = f"Set {key}: true" if value is False else f"Set {key}"
+        why = (
+            f"with {key.rpartition('.')[2]}: {value}"
+            if self.values
+            else f"while {key} is {yaml_word(value) or 'empty'}"
+        )
+        wanted = " or ".join(self.values) or "true"
+        remedy = f"Set {key}: {wanted}" if self.values or value is False else f"Set {key}"
         return self.otherwise.format(root) or why, self.remedy or remedy
 
 
 def option(
-    default: Any,
-    *,
-    link: str | None = None,
-    needs: Needs | tuple[Needs, ...] = (),
-    null_is_off: bool = False,
-    follows: bool = False,
+    default: Any, *, link: str | None = None, needs: Needs | tuple[Needs, ...] = (), follows: bool = False
 ) -> Any:
     """Return a dataclass field that says more than its type and default.
 
@@ -140,15 +105,9 @@ def option(
             "follow" too. `default` is what it gives when everything is at its default, for objects built in code.
         needs: what must hold for the field, or for all fields of the section, to act; a change of one that does not is
             an error.
-        null_is_off: users may set the section to null, which leaves all its keys at their defaults.
-        follows: the section takes what is not set from another section, all of it when it is null.
+        follows: the section takes what is not set from another section.
     """
-    metadata = {
-        "link": link,
-        "needs": (needs,) if isinstance(needs, Needs) else needs,
-        "null_is_off": null_is_off or follows,
-        "follows": follows,
-    }
+    metadata = {"link": link, "needs": (needs,) if isinstance(needs, Needs) else needs, "follows": follows}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

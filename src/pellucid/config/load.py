@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pellucid.algo.catalog import loss_entry
-from pellucid.config.compat import drop_targets, targets_notice, translate
+from pellucid.config.compat import drop_targets, translate
 from pellucid.config.compose import compose_user_tree
 from pellucid.config.convert import convert, defaults_tree, flat_hints, hints_of, raise_all
 from pellucid.config.fields import link_of
 from pellucid.config.presets import expand_preset
 from pellucid.config.schema import RunConfig, SftConfig
-from pellucid.config.schema.msprobe_json import LEVELS, SECTION, read_json
+from pellucid.config.schema.msprobe_json import SECTION as PRECISION
 from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS
-from pellucid.config.trees import Tree, get, has_link, merged, resolve, resolve_all, walk
+from pellucid.config.trees import Tree, get, has_link, merged, put, resolve, resolve_all, walk
 from pellucid.config.validate import validate
 from pellucid.errors import UserError
 
@@ -57,9 +57,8 @@ def load_config(source: str | Path | None, overrides: list[str], root: type[Root
         UserError: anything wrong with the recipe or the overrides, named by its full key (`ConfigError` for several).
     """
     notices: list[str] = []
-    config = convert(root, _resolved_tree(source, overrides, root, notices), notices)
-    notices += validate(config)
-    return Loaded(config, notices)
+    config = convert(root, _resolved_tree(source, overrides, root, notices))
+    return Loaded(config, notices + validate(config))
 
 
 def to_yaml(config: Any) -> str:
@@ -76,37 +75,32 @@ def _resolved_tree(source: str | Path | None, overrides: list[str], root: type, 
         UserError: unreadable input, an old or unknown key, a link that leads nowhere, a key left at `???`.
     """
     user, defaults = compose_user_tree(source, overrides), defaults_tree(root)
-    if count := drop_targets(user):
-        notices.append(targets_notice(count))
+    drop_targets(user, notices)
     translate(user, defaults, notices)
     _drop_nulls(user, root)
     raise_all(list(_unknown_keys(user, flat_hints(root))))
     tree = merged(defaults, user)
     if root is RunConfig:
         tree = _follow_actor_profiler(user, tree)
-        _default_micro_batching(tree, notices)
-        _default_aggregation(user, tree, notices)
+        _default_training(user, tree, notices)
         expand_preset(user, tree, notices)
     if missing := [key for key, value in walk(tree) if value == "???"]:
-        reason = "must be set (it is ???)." if len(missing) == 1 else "must be set (they are ???)."
-        raise UserError(", ".join(missing), reason, f"Set it in the recipe or as an override: {missing[0]}=…")
+        raise UserError(", ".join(missing), "must be set.", f"Set it in the recipe or as an override: {missing[0]}=…")
     tree = resolve_all(tree, defaults)
-    if root is RunConfig and tree["global_profiler"]["steps"]:
-        _default_tool(user, tree, notices)
-        _default_precision(user, tree, notices)
-        _default_npu_contents(tree, notices)
+    if root is RunConfig:
+        _default_tools(user, tree, notices)
     return tree
 
 
 def _drop_nulls(user: Tree, cls: type) -> None:
-    """Remove nulls of keys that follow another key ("follow" is what null means) and of sections that may be null."""
+    """Remove nulls of keys that follow another key ("follow" is what null means) and of sections (their defaults)."""
     hints = hints_of(cls)
     for item in dataclasses.fields(cls):
-        value = user.get(item.name, "")
-        if value is None and (item.metadata.get("null_is_off") or link_of(item)):
+        value, is_section = user.get(item.name, ""), dataclasses.is_dataclass(hints[item.name])
+        if value is None and (is_section or link_of(item)):
             del user[item.name]
-        elif isinstance(value, dict) and dataclasses.is_dataclass(section := hints[item.name]):
-            _drop_nulls(value, section)  # pyright: ignore[reportArgumentType]
+        elif isinstance(value, dict) and is_section:
+            _drop_nulls(value, hints[item.name])
 
 
 def _unknown_keys(user: Tree, known: dict[str, Any], prefix: str = "") -> Iterator[UserError]:
@@ -133,6 +127,7 @@ def _suggest(key: str, known: dict[str, Any]) -> str:
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
     close = [siblings[word] for word in get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
     elsewhere = [name for end in (key, leaf) for name in known if name.endswith(f".{end}")]
+    elsewhere.sort(key=lambda name: name.partition(".")[0] != key.partition(".")[0])
     candidates = close or elsewhere or get_close_matches(key, known, n=1)
     if candidates:
         return f"Did you mean '{candidates[0]}'?"
@@ -143,94 +138,49 @@ def _follow_actor_profiler(user: Tree, tree: Tree) -> Tree:
     """Let ref and rollout take from the actor's `profiler` what they do not set: a schedule, and the ranks, as a
     whole.
     """
-    actor = get(user, f"{PROFILED_SECTIONS['actor']}.profiler")
+    actor = get(user, f"{_ACTOR}.profiler")
     for role in ACTOR_FOLLOWERS if isinstance(actor, dict) else ():
         key = f"{PROFILED_SECTIONS[role]}.profiler"
         if not isinstance(own := get(user, key, {}), dict):
             continue  # a link to another section
         wholes = (("schedule",), ("ranks", "all_ranks"))
         replaced = {name for whole in wholes if any(name in own for name in whole) for name in whole}
-        followed: Any = merged({name: value for name, value in actor.items() if name not in replaced}, own)
-        for name in reversed(key.split(".")):
-            followed = {name: followed}
+        followed: Tree = {}
+        put(followed, key, merged({name: value for name, value in actor.items() if name not in replaced}, own))
         tree = merged(tree, followed)
     return tree
 
 
-def _default_micro_batching(tree: Tree, notices: list[str]) -> None:
-    """Form micro-batches by tokens when nothing says how; no gradient depends on it."""
-    by_tokens, size = (
-        resolve(tree, f"{_ACTOR}.{name}") for name in ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu")
-    )
-    if by_tokens is False and size is None:
-        tree["actor_rollout_ref"]["actor"]["use_dynamic_bsz"] = True
-        notices.append(
-            f"{_ACTOR}: no use_dynamic_bsz and no ppo_micro_batch_size_per_gpu is set, so "
-            "micro-batches are formed by tokens (use_dynamic_bsz: true); the gradient is the same."
-        )
-
-
-def _default_aggregation(user: Tree, tree: Tree, notices: list[str]) -> None:
-    """Give losses that are means over sequences their own aggregation, unless the user chose one."""
+def _default_training(user: Tree, tree: Tree, notices: list[str]) -> None:
+    """Form micro-batches by tokens when nothing says how, and give a loss the aggregation that it is defined with."""
+    actor = tree["actor_rollout_ref"]["actor"]
+    sizes = [resolve(tree, f"{_ACTOR}.{name}") for name in ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu")]
+    if sizes == [False, None]:
+        actor["use_dynamic_bsz"] = True
+        notices.append(f"{_ACTOR}.use_dynamic_bsz: true, so micro-batches are formed by tokens; no size is set.")
     loss = str(resolve(tree, f"{_ACTOR}.policy_loss.loss_mode"))
     if "loss_agg_mode" not in get(user, _ACTOR, {}) and loss_entry(loss).sequence_mean:
-        tree["actor_rollout_ref"]["actor"]["loss_agg_mode"] = "seq-mean-token-mean"
+        actor["loss_agg_mode"] = "seq-mean-token-mean"
         notices.append(f"{_ACTOR}.loss_agg_mode: seq-mean-token-mean, which loss_mode: {loss} is defined with.")
 
 
-def _profilers(tree: Tree) -> dict[str, Tree]:
-    """Return each role's `profiler` section."""
-    return {role: get(tree, f"{section}.profiler") for role, section in PROFILED_SECTIONS.items()}
-
-
-def _default_tool(user: Tree, tree: Tree, notices: list[str]) -> None:
-    """Take the one tool that the profiled roles have settings of, where none is chosen."""
+def _default_tools(user: Tree, tree: Tree, notices: list[str]) -> None:
+    """Take the one tool that the profiled roles have settings of where none is chosen, and msprobe for its file."""
     profiler = tree["global_profiler"]
-    if profiler["tool"] is not None:
-        return
-    toolless = {role: own for role, own in _profilers(tree).items() if own["tool"] is None}
-    named: set[str] = set()
-    for role, own in toolless.items():
-        if str(own["enable"]).lower() == "true":
-            settled = [role, *(["actor"] if role in ACTOR_FOLLOWERS else [])]
-            named |= {
-                name for other in settled for name in get(user, f"{PROFILED_SECTIONS[other]}.profiler.tool_config", {})
-            }
-    if len(named) == 1:
-        [tool] = named
-        profiler["tool"] = tool
-        for own in toolless.values():
-            own["tool"] = tool
-        notices.append(f"global_profiler.tool: {tool}, the one tool that the profiled roles have settings of.")
-
-
-def _default_precision(user: Tree, tree: Tree, notices: list[str]) -> None:
-    """Take msprobe for the precision debugger where its JSON file is named alone, and the level from that file."""
-    settings = get(tree, SECTION)
-    path = settings["config_path"]
-    if not isinstance(path, str) or all(own["tool"] != "precision_debugger" for own in _profilers(tree).values()):
-        return
-    if get(user, f"{SECTION}.backend") is None:
-        settings["backend"] = "msprobe"
-        notices.append(f"{SECTION}.backend: msprobe, whose file config_path names.")
-    if settings["level"] is None:
-        try:
-            level = read_json(path).get("level")
-        except UserError:  # what is wrong with the file the rules say, in runs that use it
-            return
-        if level in LEVELS:
-            settings["level"] = level
-            notices.append(f"{SECTION}.level: {level}, from {path}.")
-
-
-def _default_npu_contents(tree: Tree, notices: list[str]) -> None:
-    """Add the CPU's side to what the NPU profiler collects: without it a capture holds nothing."""
-    added = []
-    for role, own in _profilers(tree).items():
-        options = own["tool_config"]["npu"]
-        contents = options["contents"]
-        if own["tool"] == "npu" and isinstance(contents, list) and contents and "cpu" not in contents:
-            options["contents"] = [*contents, "cpu"]
-            added.append(f"{PROFILED_SECTIONS[role]}.profiler.tool_config.npu.contents")
-    if added:
-        notices.append(f"{', '.join(added)}: cpu is added, without which the NPU's profiler captures nothing.")
+    if profiler["tool"] is None and profiler["steps"]:
+        blocks = {role: get(tree, f"{section}.profiler") for role, section in PROFILED_SECTIONS.items()}
+        toolless = {role: own for role, own in blocks.items() if own["tool"] is None}
+        settled = {role for role, own in toolless.items() if str(own["enable"]).lower() == "true"}
+        if settled & set(ACTOR_FOLLOWERS):
+            settled.add("actor")
+        named = {tool for role in settled for tool in get(user, f"{PROFILED_SECTIONS[role]}.profiler.tool_config", {})}
+        if len(named) == 1:
+            [profiler["tool"]] = named
+            for own in toolless.values():
+                own["tool"] = profiler["tool"]
+            notices.append(
+                f"global_profiler.tool: {profiler['tool']}, the one tool that the profiled roles have settings of."
+            )
+    if get(tree, f"{PRECISION}.config_path") is not None and get(user, f"{PRECISION}.backend") is None:
+        put(tree, f"{PRECISION}.backend", "msprobe")
+        notices.append(f"{PRECISION}.backend: msprobe, whose file config_path names.")

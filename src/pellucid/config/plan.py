@@ -15,7 +15,7 @@ from pellucid.config.describe import yaml_value
 from pellucid.config.model_facts import ModelFacts, read_model_facts
 from pellucid.config.schema import RunConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
-from pellucid.config.validate.run import critic_warmup_mistakes
+from pellucid.config.validate.steps import critic_warmup_mistakes
 from pellucid.errors import UserError
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -181,14 +181,12 @@ def _offloaded(config: RunConfig, weights: int, trained: int, others: dict[str, 
     """Return the bytes that are kept in CPU memory: of the actor's shards, and of the `others` on the same ranks."""
     if config.trainer.device == "cpu":
         return 0
-    actor, critic = config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp_config
-    total = weights + 3 * trained if actor.param_offload else 2 * trained * actor.optimizer_offload
-    if config.actor_rollout_ref.ref.fsdp_config.param_offload:
-        total += others.get("ref", 0)
-    if critic.param_offload or critic.optimizer_offload:
-        held = others.get("critic", 0)
-        total += held if critic.param_offload else held // 2  # two of AdamW's four numbers a weight are its moments
-    return total
+    policy, critic, held = config.actor_rollout_ref, config.critic.fsdp_config, others.get("critic", 0)
+    actor = policy.actor.fsdp_config
+    kept = weights + 3 * trained if actor.param_offload else 2 * trained * actor.optimizer_offload
+    kept += others.get("ref", 0) * policy.ref.fsdp_config.param_offload
+    # Two of AdamW's four numbers a weight are its moments.
+    return kept + (held if critic.param_offload else held // 2 * critic.optimizer_offload)
 
 
 def adapter_size(config: RunConfig, model: ModelFacts) -> int:
@@ -204,19 +202,22 @@ def adapter_size(config: RunConfig, model: ModelFacts) -> int:
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return label and sentence for each line of the printed plan; what is not known or switched off has none."""
-    config, model = plan.config, plan.model
+    config, model, num_ranks = plan.config, plan.model, plan.config.num_ranks
     data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     prompts, longest = data.train_batch_size, data.max_prompt_length + data.max_response_length
     left_over = plan.num_train_prompts - plan.steps_per_epoch * prompts
     over = f" ({left_over} prompts left over in each)" if left_over else ""
     passes = f" × {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else ""
+    spread = f" ÷ {num_ranks} ranks" if num_ranks > 1 else ""
+    most, each = "at most " * actor.use_dynamic_bsz, " a rank" * (num_ranks > 1)
     loss = "reinforce" if config.algorithm.loss_type == "reinforce" else actor.policy_loss.loss_mode
-    held = ", ".join(f"{role} {_size(num_bytes)}" for role, num_bytes in plan.pool_bytes.items())
+    held = ", ".join(f"{role} {size(num_bytes)}" for role, num_bytes in plan.pool_bytes.items())
     rows = {
         "samples per step": f"{prompts} prompts × {n} samples = {plan.samples_per_step} samples",
         "optimizer steps": f"{prompts} prompts ÷ {actor.ppo_mini_batch_size} per mini-batch{passes} = "
         f"{plan.optimizer_steps_per_step} per step",
-        "micro-batches": _micro_batches(plan),
+        "micro-batches": f"{actor.ppo_mini_batch_size * n} samples per mini-batch{spread} in "
+        f"{most}{counted(plan.micro_batches_per_mini_batch, 'micro-batch', 'es')}{each}",
         "steps": f"{plan.num_train_prompts} prompts ÷ {prompts} = {plan.steps_per_epoch} steps per epoch{over}; "
         f"{plan.total_steps} steps in all",
         "tokens per step": f"at most {plan.samples_per_step} samples × ({data.max_prompt_length} prompt + "
@@ -226,15 +227,10 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         "algorithm": f"advantages {config.algorithm.adv_estimator}, loss {loss}, {actor.loss_agg_mode}",
         "correction": _correction(config.algorithm),
         "model": _model(config, model) if model else "",
-        "memory (estimate)": _memory(plan.memory, config.num_ranks) if plan.memory else "",
+        "memory (estimate)": _memory(plan.memory) + each if plan.memory else "",
         "on own ranks": f"{held} on each, and activations" if held else "",
     }
     return [(label, text) for label, text in rows.items() if text]
-
-
-def _count(number: int, what: str) -> str:
-    """Return `1 step` or `2 steps`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _correction(algorithm: AlgorithmConfig) -> str:
@@ -245,55 +241,39 @@ def _correction(algorithm: AlgorithmConfig) -> str:
 
 
 def _model(config: RunConfig, model: ModelFacts) -> str:
+    trained = adapter_size(config, model)
+    adapter = f"; LoRA: {trained:,} trained parameters" if trained else ""
     shape = f"{model.num_layers} layers × {model.hidden_size}, vocabulary {model.vocab_size:,}"
-    size = adapter_size(config, model)
-    adapter = f"; LoRA: {size:,} trained parameters" if size else ""
     return f"{model.num_parameters:,} parameters, {shape}{adapter}"
-
-
-def _micro_batches(plan: Plan) -> str:
-    actor, ranks = plan.config.actor_rollout_ref.actor, plan.config.num_ranks
-    samples = actor.ppo_mini_batch_size * plan.config.actor_rollout_ref.rollout.n
-    batches = f"{plan.micro_batches_per_mini_batch} micro-batch{'es' * (plan.micro_batches_per_mini_batch > 1)}"
-    if ranks == 1:
-        return f"{samples} samples per mini-batch in {'at most ' * actor.use_dynamic_bsz}{batches}"
-    share, rest = divmod(samples, ranks)
-    each = f"{share} or {share + 1} each" if rest else f"{share} each"
-    bound = " when all are as long as allowed" * actor.use_dynamic_bsz
-    return f"{samples} samples per mini-batch ÷ {ranks} ranks = {each}, in {batches} a rank{bound}"
 
 
 def _ranks(plan: Plan) -> str:
     config, trainer = plan.config, plan.config.trainer
     how = f"placement {trainer.placement}, strategy {config.actor_rollout_ref.actor.strategy}"
     if trainer.placement == "local":
-        return f"{config.num_ranks} process, {how}"
-    text = f"{_count(config.num_ranks, 'rank')} on {_count(trainer.nnodes, 'machine')}, {how}"
-    if config.num_ranks > 1:
-        copies = "one copy" if plan.num_copies == 1 else f"{plan.num_copies} copies"
-        over = _count(config.num_ranks // plan.num_copies, "rank")
-        text += f": {copies} of the model over {over}{' each' * (plan.num_copies > 1)}"
-    own = [f"{role} on {_count(count, 'rank')} of its own" for role, count in trainer.resource_pools.items()]
-    return "; ".join([text, *own])
+        return f"1 process, {how}"
+    copies = f"{plan.num_copies} copies of the model" if plan.num_copies > 1 else "one copy of the model"
+    text = f"{counted(config.num_ranks, 'rank')} on {counted(trainer.nnodes, 'machine')}, {how}: {copies}"
+    return "; ".join([text, *(f"{role} on {count} of its own" for role, count in trainer.resource_pools.items())])
 
 
-def _memory(memory: Memory, num_ranks: int) -> str:
-    others = "".join(
-        f" + {name.replace('_', ' ')} {_size(vars(memory)[name])}"
-        for name in ("reference", "critic", "reward_model", "rollout_copy")
-        if vars(memory)[name]
-    )
-    offloaded = f" − {_size(memory.offloaded)} kept in CPU memory" if memory.offloaded else ""
-    return (
-        f"about {_size(memory.total)}{' per rank' * (num_ranks > 1)} = weights {_size(memory.weights)} + gradients "
-        f"{_size(memory.gradients)} + AdamW {_size(memory.optimizer)}{others}{offloaded} + the larger of (activations "
-        f"{_size(memory.activations)} + logits chunk {_size(memory.logits_chunk)}) and KV cache "
-        f"{_size(memory.kv_cache)}"
-    )
+def _memory(memory: Memory) -> str:
+    """Return the sum of the parts, in which generation and update take turns."""
+    parts = {name: num_bytes for name, num_bytes in vars(memory).items() if num_bytes}
+    turns = [f"{name.replace('_', ' ')} {size(parts.pop(name, 0))}" for name in ("activations", "logits_chunk", "kv_cache")]
+    offloaded = f" − {size(parts.pop('offloaded'))} kept in CPU memory" if memory.offloaded else ""
+    fixed = " + ".join(f"{name.replace('_', ' ')} {size(num_bytes)}" for name, num_bytes in parts.items())
+    return f"about {size(memory.total)} = {fixed}{offloaded} + the larger of ({turns[0]} + {turns[1]}) and {turns[2]}"
 
 
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+def size(num_bytes: float) -> str:
+    """Return bytes as text with a binary unit, e.g. `1.5 GiB`."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return a number with its noun, e.g. `1 rank` or `2 ranks`."""
+    return f"{number} {noun}{plural * (number != 1)}"

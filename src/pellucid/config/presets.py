@@ -17,7 +17,7 @@ _SEQUENCE = {**_TOKEN, "rollout_is_level": "sequence"}
 _CLIP = {"rollout_is_mode": "clip", "rollout_is_threshold_lower": 0.5, "rollout_is_threshold": 5.0}
 _SEQUENCE_REJECTION = {"rollout_rs": [{"statistic": "k1", "level": "seq_sum", "lower": 0.5, "upper": 2.0}]}
 _GEOMETRIC = {"rollout_rs": [{"statistic": "k1", "level": "seq_mean", "lower": 0.999, "upper": 1.001}]}
-_K3 = {"rollout_rs": [{"statistic": "k3", "level": "seq_mean", "upper": 0.01}]}
+_K3 = {"rollout_rs": [{"statistic": "k3", "level": "seq_mean", "lower": None, "upper": 0.01}]}
 _BYPASS = {"bypass_mode": True}
 _REINFORCE = {**_BYPASS, "loss_type": "reinforce"}
 
@@ -53,17 +53,7 @@ def expand_preset(user: Tree, tree: Tree, notices: list[str]) -> None:
     for key, value in PRESETS.get(name, {}).items():
         if key not in own:
             tree["algorithm"][key] = value
-        elif _without_nulls(chosen := resolve(tree, f"algorithm.{key}")) != value:
+        elif (chosen := resolve(tree, f"algorithm.{key}")) != value:
             kept.append(f"algorithm.{key}: {chosen}")
     if kept:
         notices.append(f"{_KEY}: {name}, but for what is set itself: {', '.join(kept)}")
-
-
-def _without_nulls(rules: Any) -> Any:
-    """Return a list of rules without the bounds that are null, which are the same as bounds that are not there."""
-    if not isinstance(rules, list):
-        return rules
-    return [
-        {key: value for key, value in rule.items() if value is not None} if isinstance(rule, dict) else rule
-        for rule in rules
-    ]

@@ -48,11 +48,8 @@ def merged(under: Tree, over: Tree) -> Tree:
     """Return a new tree of `under` with the keys of `over`; lists and values are replaced, mappings merged."""
     result = {name: merged(value, {}) if isinstance(value, dict) else value for name, value in under.items()}
     for name, value in over.items():
-        if isinstance(value, dict):
-            old = result.get(name)
-            result[name] = merged(old if isinstance(old, dict) else {}, value)
-        else:
-            result[name] = value
+        old = result.get(name)
+        result[name] = merged(old if isinstance(old, dict) else {}, value) if isinstance(value, dict) else value
     return result
 
 
@@ -83,20 +80,14 @@ def follow(tree: Tree, section: str, link: str) -> Any:
     return value_of(whole) if whole else _SCHEMA_LINK.sub(lambda match: str(value_of(match)), link)
 
 
-def resolve(tree: Tree, key: str) -> Any:
-    """Return the value of a key with its links followed.
+def resolve(tree: Tree, key: str = "") -> Any:
+    """Return the value of a key, or where none is named the whole tree, with links of any kind followed.
 
     Raises:
         UserError: a link leads nowhere.
     """
-    value = get(tree, key)
-    if not has_link(value):
+    if key and not has_link(value := get(tree, key)):
         return value
-    return _resolved_by_omegaconf(tree, key)
-
-
-def _resolved_by_omegaconf(tree: Tree, key: str = "") -> Any:
-    """Return the value of a key, or where none is named the whole tree, with links of any kind followed."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -110,20 +101,18 @@ def _resolved_by_omegaconf(tree: Tree, key: str = "") -> Any:
 
 
 def resolve_all(tree: Tree, defaults: Tree) -> Tree:
-    """Return the tree with all links followed.
+    """Return the tree, which holds no `???`, with all links followed.
 
-    Args:
-        tree: it holds no `???`.
-        defaults: the schema's tree; where no link but its own is left, these are followed without OmegaConf, which is
-            slow.
+    Where no link but those of `defaults`, the schema's tree, is left, these are followed without OmegaConf, which takes
+    long.
 
     Raises:
         UserError: a link leads nowhere.
     """
     links = {key: value for key, value in walk(tree) if not isinstance(value, dict) and has_link(value)}
-    if all(value == get(defaults, key) for key, value in links.items()):
-        result = merged(tree, {})
-        for key, link in links.items():
-            put(result, key, follow(tree, key.rpartition(".")[0], link))
-        return result
-    return _resolved_by_omegaconf(tree)
+    if any(value != get(defaults, key) for key, value in links.items()):
+        return resolve(tree)
+    result = merged(tree, {})
+    for key, link in links.items():
+        put(result, key, follow(tree, key.rpartition(".")[0], link))
+    return result

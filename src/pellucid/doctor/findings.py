@@ -21,23 +21,12 @@ class Finding:
     remedy: str = ""
     """One sentence that says what to do; empty when all is well."""
 
-    def __post_init__(self) -> None:
-        assert (self.status == "ok") == (self.remedy == ""), f"{self.name}: a remedy goes with a warning or a problem"
+    @classmethod
+    def judged(cls, name: str, found: str, remedy: str, status: Status = "warning") -> "Finding":
+        """Return a finding that is of `status` if there is a remedy, and ok if there is none."""
+        return cls(name, found, status if remedy else "ok", remedy)
 
     @classmethod
     def of_error(cls, name: str, error: UserError) -> "Finding":
         """Return a mistake that another part of the package found, as a problem."""
         return cls(name, error.reason, "problem", error.remedy or f"Set {error.field} to something else.")
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes as text with a binary unit, e.g. `1.5 GiB`."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, e.g. `1 rank` or `2 ranks`."""
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from pellucid.config.plan import Plan
-from pellucid.doctor.findings import Finding, Status, counted, size
+from pellucid.config.plan import Plan, counted, size
+from pellucid.doctor.findings import Finding
 from pellucid.doctor.machine import Machine
 
 PROCESS_BYTES = 400 * 2**20
@@ -31,11 +31,9 @@ def check_devices(machine: Machine, num_ranks: int | None) -> Finding:
         found = f"cpu, {counted(machine.cores, 'core')}"
     if num_ranks is None:
         return Finding("devices", found)
-    found += f"; {counted(num_ranks, 'rank')}"
-    if num_ranks <= available:
-        return Finding("devices", found)
-    remedy = f"Ask for at most {available} ranks (trainer.n_gpus_per_node), or join a cluster (trainer.ray_address)."
-    return Finding("devices", f"{found}, each of which needs one of its own", "problem", remedy)
+    few = f"Ask for at most {available} ranks (trainer.n_gpus_per_node), or join a cluster (trainer.ray_address)."
+    found += f"; {counted(num_ranks, 'rank')}, each on one of its own"
+    return Finding.judged("devices", found, few if num_ranks > available else "", "problem")
 
 
 def check_cores(machine: Machine, num_ranks: int) -> Finding:
@@ -51,45 +49,41 @@ def check_cores(machine: Machine, num_ranks: int) -> Finding:
         remedy = f"Set OMP_NUM_THREADS to {machine.cores}, or unset it."
     elif num_ranks == 1 and machine.kind == "cpu" and threads < machine.cores // 2:
         remedy = "Unset OMP_NUM_THREADS, or raise it, to compute with all cores."
-    return Finding("cores", found, "warning" if remedy else "ok", remedy)
+    return Finding.judged("cores", found, remedy)
 
 
 def check_memory(machine: Machine, plan: Plan | None, num_ranks: int | None) -> Iterator[Finding]:
     """Check RAM, and the memory of the devices, against the plan's estimate for this machine's ranks."""
-    free, ram = machine.free_memory_bytes, f"{size(machine.free_memory_bytes)} of {size(machine.memory_bytes)} free"
+    ram = f"{size(machine.free_memory_bytes)} of {size(machine.memory_bytes)} free"
     if plan is None or plan.memory is None or num_ranks is None:
         unknown = "; what the model needs is not known, its files are not at hand" if plan and not plan.memory else ""
         yield Finding("memory", ram + unknown)
         return
     policy = plan.config.num_ranks // plan.config.trainer.nnodes
     # Ranks beyond the policy's are those of roles with ranks of their own.
-    counts = plan.config.trainer.resource_pools
-    pools = [plan.pool_bytes.get(role, 0) for role, count in counts.items() for _ in range(count)]
-    own = pools[: num_ranks - policy]
-    parts = {f"processes {_times(num_ranks, PROCESS_BYTES)}": num_ranks * PROCESS_BYTES}
+    pools = [
+        plan.pool_bytes.get(role, 0) for role, count in plan.config.trainer.resource_pools.items() for _ in range(count)
+    ]
+    own, held = pools[: num_ranks - policy], plan.memory.offloaded
     if machine.devices:
         fullest, largest = min(device.free_bytes for device in machine.devices), max([plan.memory.total, *own])
-        found = f"{size(fullest)} free on the fullest; {size(largest)} a rank"
-        yield _compare("device memory", found, largest, fullest)
-        parts[f"offloaded {_times(policy, plan.memory.offloaded)}"] = policy * plan.memory.offloaded
+        yield _compare("device memory", f"{size(fullest)} free on the fullest", largest, fullest)
+        own = []
     else:
-        held = plan.memory.total + plan.memory.offloaded
-        parts[f"the plan's {_times(policy, held)}"] = policy * held
-        parts[f"roles with ranks of their own {size(sum(own))}"] = sum(own)
-    needed = sum(parts.values())
-    sums = " + ".join(text for text, num_bytes in parts.items() if num_bytes)
-    yield _compare("memory", f"{ram}; {sums} = {size(needed)}", needed, free)
-
-
-def _times(count: int, num_bytes: int) -> str:
-    return f"{count} × {size(num_bytes)}" if count > 1 else size(num_bytes)
+        held += plan.memory.total
+    needed = num_ranks * PROCESS_BYTES + policy * held + sum(own)
+    parts = (
+        f"{num_ranks} × {size(PROCESS_BYTES)} of processes + {policy} × {size(held)} + {size(sum(own))} on other ranks"
+    )
+    yield _compare("memory", f"{ram}; {parts}", needed, machine.free_memory_bytes)
 
 
 def _compare(name: str, found: str, needed_bytes: int, free_bytes: int) -> Finding:
-    if needed_bytes <= _TIGHT * free_bytes:
-        return Finding(name, f"{found} needed (estimate)")
-    status: Status = "problem" if needed_bytes > free_bytes else "warning"
-    return Finding(name, f"{found} needed (estimate)", status, _LESS_MEMORY)
+    tight = needed_bytes > _TIGHT * free_bytes
+    status = "problem" if needed_bytes > free_bytes else "warning"
+    return Finding.judged(
+        name, f"{found}; {size(needed_bytes)} needed (estimate)", _LESS_MEMORY if tight else "", status
+    )
 
 
 def check_bfloat16(machine: Machine) -> Finding:
@@ -106,6 +100,4 @@ def check_bfloat16(machine: Machine) -> Finding:
         speed = {dtype: measure_gemm_flops(device, dtype, size=512) for dtype in (torch.bfloat16, torch.float32)}
         ratio = speed[torch.bfloat16] / speed[torch.float32]
         fast, found = ratio > 0.5, f"a product of matrices runs at {ratio:.2g} × the speed of float32"
-    if fast:
-        return Finding("bfloat16", found)
-    return Finding("bfloat16", found, "warning", "Set actor_rollout_ref.model.dtype: float32.")
+    return Finding.judged("bfloat16", found, "" if fast else "Set actor_rollout_ref.model.dtype: float32.")

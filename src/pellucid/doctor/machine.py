@@ -78,41 +78,32 @@ def read_machine(device: str) -> Machine:
 
 def core_quotas(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[float]:
     """Return the cores' worth of time that each control group of this process allows, where there is a limit."""
-    pairs = [pair.split() for pair in _limits("cpu", ("cpu.max",), proc, root)]
-    parts = [list(_limits("cpu", (f"cpu.cfs_{name}_us",), proc, root)) for name in ("quota", "period")]
-    pairs += [list(pair) for pair in zip(*parts)]
+    pairs = [text.split() for text in _limits("cpu.max", proc, root)]
     return [int(quota) / int(period) for quota, period in pairs if quota.isdigit()]
 
 
 def memory_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[tuple[int, int]]:
     """Return bytes allowed and bytes used of each control group that this process is in and that has a limit."""
-    limits = _limits("memory", ("memory.max", "memory.limit_in_bytes"), proc, root)
-    used = _limits("memory", ("memory.current", "memory.usage_in_bytes"), proc, root)
-    # Version 1 writes "no limit" as a number near 2^63.
-    return [(int(limit), int(use)) for limit, use in zip(limits, used) if limit.isdigit() and int(limit) < 2**60]
+    pairs = zip(_limits("memory.max", proc, root), _limits("memory.current", proc, root))
+    return [(int(limit), int(used)) for limit, used in pairs if limit.isdigit()]
 
 
 def process_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[int]:
     """Return how many processes and threads each control group of this process allows, where there is a limit."""
-    return [int(text) for text in _limits("pids", ("pids.max",), proc, root) if text.isdigit()]
+    return [int(text) for text in _limits("pids.max", proc, root) if text.isdigit()]
 
 
-def _limits(controller: str, names: tuple[str, ...], proc: Path, root: Path) -> Iterator[str]:
-    """Yield the texts of the files called `names` in the control groups of this process, innermost group first.
+def _limits(name: str, proc: Path, root: Path) -> Iterator[str]:
+    """Yield the texts of the files called `name` in the control groups (version 2) of this process, innermost first.
 
     Args:
-        controller: `cpu`, `memory` or `pids`.
-        names: the file's name in version 2 of control groups, and in version 1.
-        proc: the file that names this process's groups.
+        name: the file's name.
+        proc: the file that names this process's group.
         root: where the groups are mounted.
     """
     for line in proc.read_text().splitlines() if proc.is_file() else []:
-        _, controllers, path = line.strip().split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = root / controllers if controllers else root
         # Inside a container the path may be the host's, of which the container sees the innermost folder as the mount.
-        inner = Path(path.lstrip("/"))
-        for file in (mount / folder / name for folder in (inner, *inner.parents) for name in names):
-            if os.access(file, os.R_OK):
+        inner = Path(line.strip().partition("::")[2].lstrip("/"))
+        for file in (root / folder / name for folder in (inner, *inner.parents)):
+            if line.startswith("0::") and os.access(file, os.R_OK):
                 yield file.read_text().strip()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import resource
 import socket
 
 import psutil
 
-from pellucid.doctor.findings import Finding, counted
+from pellucid.config.plan import counted
+from pellucid.doctor.findings import Finding
 from pellucid.doctor.machine import process_limits
 
 _RAY_PORT = 6379
@@ -26,8 +28,7 @@ def check_rendezvous_port(port: int) -> Finding:
             listener.bind(("", port))
         except OSError as error:
             found = f"{port} cannot be used ({error.strerror}){_holder(port)}"
-            remedy = "Set trainer.rendezvous_port to a free port above 1023, or to null to have one picked."
-            return Finding("rendezvous port", found, "problem", remedy)
+            return Finding("rendezvous port", found, "problem", "Set trainer.rendezvous_port to a free one, or null.")
     return Finding("rendezvous port", f"{port} is free on this machine")
 
 
@@ -54,43 +55,36 @@ def _holder(port: int) -> str:
 
 def check_host_name() -> Finding:
     """Check that this machine's name leads to an address where other machines reach it."""
-    name = socket.gethostname()
+    name, remedy = socket.gethostname(), ""
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        found, remedy = f"'{name}' has no address ({error.strerror})", f"Add '{name}' to /etc/hosts: ranks look it up."
-        return Finding("host name", found, "warning", remedy)
-    if not ipaddress.ip_address(address).is_loopback:
-        return Finding("host name", f"{name}, {address}")
-    found = f"'{name}' is {address}, where other machines cannot reach it"
-    remedy = "Let /etc/hosts give it the network card's address, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
-    return Finding("host name", found, "warning", remedy)
+        address = f"no address ({error.strerror})"
+        remedy = f"Add '{name}' to /etc/hosts: ranks look it up."
+    else:
+        if ipaddress.ip_address(address).is_loopback:
+            remedy = "Other machines cannot reach it: let /etc/hosts give the network card's address, or set "
+            remedy += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
+    return Finding.judged("host name", f"{name}, {address}", remedy)
 
 
 def check_open_files() -> Finding:
     """Check how many files and connections a process may have open; Ray raises the soft limit by itself."""
-    import resource
-
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = ("no limit" if value < 0 else str(value) for value in limits)
-    found = f"{soft}, at most {hard}"
-    if limits[1] == resource.RLIM_INFINITY or limits[1] >= _OPEN_FILES:
-        return Finding("open files", found)
-    remedy = f"Raise it to {2 * _OPEN_FILES}: ulimit -Hn, /etc/security/limits.conf, or docker run --ulimit nofile=…"
-    return Finding("open files", f"{found}; Ray needs {_OPEN_FILES}", "warning", remedy)
+    enough = limits[1] == resource.RLIM_INFINITY or limits[1] >= _OPEN_FILES
+    how = "ulimit -Hn, /etc/security/limits.conf, or docker run --ulimit nofile=…"
+    remedy = "" if enough else f"Raise it to {2 * _OPEN_FILES}, Ray needs {_OPEN_FILES}: {how}"
+    return Finding.judged("open files", f"{soft}, at most {hard}", remedy)
 
 
 def check_processes(num_ranks: int) -> Finding:
     """Check that this user and this container may have the processes and threads of `num_ranks` ranks and of Ray."""
-    import resource
-
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [*([] if soft == resource.RLIM_INFINITY else [soft]), *process_limits()]
     if not limits:
         return Finding("processes", "no limit")
-    needed, found = _CLUSTER_THREADS + num_ranks * _RANK_THREADS, f"at most {min(limits)} processes and threads"
-    if min(limits) >= needed:
-        return Finding("processes", found)
-    remedy = "Raise ulimit -u, or the container's limit (docker run --pids-limit)."
-    found += f"; {counted(num_ranks, 'rank')} and Ray start about {needed}"
-    return Finding("processes", found, "warning", remedy)
+    needed = _CLUSTER_THREADS + num_ranks * _RANK_THREADS
+    found = f"at most {min(limits)} processes and threads; {counted(num_ranks, 'rank')} and Ray start about {needed}"
+    how = "Raise ulimit -u, or the container's limit (docker run --pids-limit)."
+    return Finding.judged("processes", found, how if min(limits) < needed else "")

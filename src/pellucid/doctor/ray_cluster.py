@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pellucid.config import RunConfig
-from pellucid.doctor.findings import Finding, counted
+from pellucid.config.plan import counted
+from pellucid.doctor.findings import Finding
 from pellucid.errors import UserError
 
 _ANSWER_S, _LEAVE_S = 120.0, 30.0

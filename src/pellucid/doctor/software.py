@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from pellucid.config import RunConfig
-from pellucid.doctor.findings import Finding, Status, counted
+from pellucid.config.plan import counted
+from pellucid.doctor.findings import Finding, Status
 
 _PACKAGE = "pellucid"
 _SHOWN = ("torch", "transformers", "ray", "peft", "vllm", "sglang")
@@ -28,10 +29,8 @@ def check_python() -> Finding:
     """Check the interpreter's version."""
     metadata = importlib.metadata.metadata(_PACKAGE)
     wanted, found = metadata["Requires-Python"], platform.python_version()
-    if SpecifierSet(wanted).contains(found, prereleases=True):
-        return Finding("python", found)
-    remedy = f"Make a virtual environment of Python {wanted}."
-    return Finding("python", f"{found}, and {wanted} is needed", "problem", remedy)
+    fits = SpecifierSet(wanted).contains(found, prereleases=True)
+    return Finding.judged("python", found, "" if fits else f"Make a virtual environment of Python {wanted}.", "problem")
 
 
 def needed_extras(config: RunConfig) -> set[str]:
@@ -111,39 +110,29 @@ def check_torch_build(device: str) -> Finding:
     elif unsupported := _unsupported_gpus():
         found += f", and no code for {unsupported}"
         status, remedy = "problem", "Install a torch build that has code for this GPU."
-    return Finding("torch build", found, status if remedy else "ok", remedy)
+    return Finding.judged("torch build", found, remedy, status)
 
 
 def check_profilers(config: RunConfig) -> Iterator[Finding]:
     """Check that the profiling tools of a recipe work on this machine; a run goes on without one that does not."""
+    from pellucid.devices import choose_device
     from pellucid.observe.captures import PRECISION_DEBUGGER, is_strict, unusable_tools
 
     unusable, roles_of = unusable_tools(config), dict[str, list[str]]()
     for name, section in config.profilers.items():
         if section.collects and section.tool is not None:
             roles_of.setdefault(section.tool, []).append(name)
+    backend = config.global_profiler.global_tool_config.precision_debugger.backend
     for tool, roles in roles_of.items():
         what, error = f"profiling with {tool}", next((unusable[name] for name in roles if name in unusable), None)
         if error is not None:
             status: Status = "problem" if is_strict(config, {tool}) else "warning"
             yield Finding(what, error.reason, status, error.remedy)
-        elif tool == PRECISION_DEBUGGER:
-            yield _check_precision(config, what, roles)
-        else:
-            yield Finding(what, f"of {', '.join(roles)}")
-
-
-def _check_precision(config: RunConfig, what: str, roles: list[str]) -> Finding:
-    """Name the backend of the precision debugger, which works, and what would make it faster."""
-    from pellucid.devices import choose_device
-
-    settings = config.global_profiler.global_tool_config.precision_debugger
-    found = f"of {', '.join(roles)}, backend {settings.backend} at level {settings.level or 'L0'}"
-    on_cpu = choose_device(config.trainer.device).type == "cpu"
-    if settings.backend == "native" and on_cpu and not is_installed("numba"):
-        remedy = "pip install 'pellucid[precision]'"
-        return Finding(what, f"{found}: without numba it takes several times as long on a CPU", "warning", remedy)
-    return Finding(what, found)
+            continue
+        slow = tool == PRECISION_DEBUGGER and backend == "native" and not is_installed("numba")
+        slow = slow and choose_device(config.trainer.device).type == "cpu"
+        remedy = "pip install 'pellucid[precision]': without numba it takes several times as long on a CPU"
+        yield Finding.judged(what, f"of {', '.join(roles)}", remedy if slow else "")
 
 
 def _unsupported_gpus() -> str:
@@ -152,14 +141,10 @@ def _unsupported_gpus() -> str:
 
     # Code for 8.0 runs on 8.6, PTX of 8.0 is compiled for anything later.
     archs = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", arch) for arch in torch.cuda.get_arch_list()]
-    built = [(match[1], int(match[2]), int(match[3])) for match in archs if match]
+    built = [(match[1], (int(match[2]), int(match[3]))) for match in archs if match]
     missing = []
     for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        if not any(
-            (major == built_major and minor >= built_minor)
-            or (kind == "compute" and (major, minor) >= (built_major, built_minor))
-            for kind, built_major, built_minor in built
-        ):
-            missing.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+        gpu = torch.cuda.get_device_capability(index)
+        if not any(gpu >= there and (kind == "compute" or gpu[0] == there[0]) for kind, there in built):
+            missing.append(f"{torch.cuda.get_device_name(index)} (sm_{gpu[0]}{gpu[1]})")
     return ", ".join(dict.fromkeys(missing))

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 
 from pellucid.config import Plan, RunConfig
-from pellucid.doctor.findings import Finding, size
+from pellucid.config.plan import size
+from pellucid.doctor.findings import Finding
 from pellucid.doctor.machine import Machine
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
@@ -71,13 +72,10 @@ def check_run_directory(config: RunConfig, bytes_each: int | None) -> Finding:
     to_come, room = _checkpoints_to_come(config, run_dir), free // bytes_each
     if to_come is None:
         found += f", room for {room} checkpoints of {size(bytes_each)}; every one is kept"
-        remedy = "" if room >= _PLENTY else "Set trainer.max_actor_ckpt_to_keep, e.g. to 2."
-        return Finding(name, found, "warning" if remedy else "ok", remedy)
+        return Finding.judged(name, found, "" if room >= _PLENTY else "Set trainer.max_actor_ckpt_to_keep, e.g. to 2.")
     found += f"; {to_come} × {size(bytes_each)} = {size(to_come * bytes_each)} for checkpoints"
-    if to_come <= room:
-        return Finding(name, found)
-    remedy = "lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir to a larger disk."
-    return Finding(name, found, "problem", f"Free some space, {remedy}")
+    remedy = "Free some space, lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir."
+    return Finding.judged(name, found, remedy if to_come > room else "", "problem")
 
 
 def _checkpoints_to_come(config: RunConfig, run_dir: RunDir) -> int | None:
@@ -95,31 +93,25 @@ def check_shared_folder(config: RunConfig) -> Finding:
     folder = _existing(Path(config.trainer.default_local_dir)).resolve()
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[place] for place in (folder, *folder.parents) if place in mounts), "unknown")
-    found = f"{folder} is on {kind}"
-    if _SHARED_FILE_SYSTEMS.fullmatch(kind):
-        return Finding("shared folder", found)
     remedy = "Set trainer.default_local_dir to a folder that all share: each rank writes a part of a checkpoint there."
-    return Finding("shared folder", f"{found}, which the other machines may not see", "warning", remedy)
+    shared = _SHARED_FILE_SYSTEMS.fullmatch(kind)
+    return Finding.judged("shared folder", f"{folder} is on {kind}", "" if shared else remedy)
 
 
 def check_temp_folder(with_ray: bool) -> Finding:
     """Check the folder for temporary files, where Ray keeps its logs and the objects that do not fit into memory."""
-    name, remedy = "temporary files", ""
+    name = "temporary files"
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
         return Finding(name, str(error), "problem", "Set TMPDIR to a folder that can be written.")
     usage = shutil.disk_usage(folder)
-    found = f"{folder}: {size(usage.free)} free"
+    found = f"{folder}: {size(usage.free)} of {size(usage.total)} free"
     if with_ray and len(os.fsencode(folder)) + _RAY_SOCKET > _LONGEST_SOCKET:
         found += f"; the names of Ray's sockets there would be longer than {_LONGEST_SOCKET} bytes"
         return Finding(name, found, "problem", "Set TMPDIR to a shorter path, e.g. /tmp.")
-    if with_ray and usage.free < (1 - _RAY_FULL) * usage.total:
-        found += f" of {size(usage.total)}; Ray moves nothing to a disk that is {_RAY_FULL:.0%} full"
-        remedy = "Free some space, or set TMPDIR to a larger disk."
-    elif usage.free < _TEMP_BYTES:
-        remedy = "Free some space, or set TMPDIR to a larger disk."
-    return Finding(name, found, "warning" if remedy else "ok", remedy)
+    full = usage.free < _TEMP_BYTES or (with_ray and usage.free < (1 - _RAY_FULL) * usage.total)
+    return Finding.judged(name, found, "Free some space, or set TMPDIR to a larger disk." if full else "")
 
 
 def check_shared_memory(machine: Machine, num_ranks: int, step_bytes: int) -> Finding:
@@ -127,13 +119,17 @@ def check_shared_memory(machine: Machine, num_ranks: int, step_bytes: int) -> Fi
     name, free = "shared memory", machine.free_shared_bytes
     if free is None:
         return Finding(name, "none, so Ray takes the disk")
-    found, store = f"{size(free)} free", min(int(_RAY_STORE_SHARE * machine.free_memory_bytes), _RAY_STORE_BYTES)
+    store = min(int(_RAY_STORE_SHARE * machine.free_memory_bytes), _RAY_STORE_BYTES)
     enough = math.ceil(max(store, 2 * step_bytes, 2 * _NCCL_BYTES) / 2**30)
     remedy = f"Enlarge it: docker run --shm-size={enough}g; in Kubernetes an emptyDir with medium: Memory at /dev/shm."
-    if machine.kind == "cuda" and num_ranks > 1 and free < _NCCL_BYTES:
-        return Finding(name, f"{found}; NCCL fails with less than about {size(_NCCL_BYTES)}", "problem", remedy)
-    if free < step_bytes:
-        return Finding(name, f"{found}; the samples of one step take up to {size(step_bytes)}", "warning", remedy)
-    if free < store:
-        return Finding(name, f"{found}; Ray asks for {size(store)} and falls back to the disk", "warning", remedy)
-    return Finding(name, found)
+    wanted = {
+        f"NCCL fails with less than about {size(_NCCL_BYTES)}": _NCCL_BYTES
+        * (machine.kind == "cuda" and num_ranks > 1),
+        f"the samples of one step take up to {size(step_bytes)}": step_bytes,
+        f"Ray asks for {size(store)} and falls back to the disk": store,
+    }
+    missed = next((why for why, num_bytes in wanted.items() if free < num_bytes), "")
+    status = "problem" if missed.startswith("NCCL") else "warning"
+    return Finding.judged(
+        name, "; ".join(filter(None, [f"{size(free)} free", missed])), remedy if missed else "", status
+    )

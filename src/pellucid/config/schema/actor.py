@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pellucid.algo.catalog import POLICY_LOSSES
-from pellucid.config.fields import MISSING, Alias, Length, Needs, OrImportPath, Range, option
+from pellucid.config.fields import MISSING, Alias, Needs, OrImportPath, Range, option
 from pellucid.config.schema.profiler import ProfilerConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig, Strategy
 
@@ -52,11 +52,11 @@ class OptimConfig:
     """Optimizer steps over which the schedule is laid out; -1 is filled in from the run's own length."""
     weight_decay: Annotated[float, Range(ge=0)] = 0.01
     """Decoupled weight decay of AdamW."""
-    betas: Annotated[list[Annotated[float, Range(ge=0, lt=1)]], Length(2)] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[Annotated[float, Range(ge=0, lt=1)]] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of AdamW's running mean of the gradient and of its square."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after warm-up: it stays, or falls along a cosine or a line to `min_lr_ratio`."""
-    min_lr_ratio: Fraction = option(0.0, needs=Needs(".lr_scheduler_type", "cosine", "linear"))
+    min_lr_ratio: Fraction = option(0.0, needs=Needs(".lr_scheduler_type", ("cosine", "linear")))
     """Lowest learning rate of cosine and linear, as a fraction of `lr`."""
 
     @property
@@ -133,7 +133,7 @@ class ActorConfig:
     """How per-token losses become one number, always over the whole mini-batch; unless it is set, gspo, sapo and
     geo_mean take seq-mean-token-mean, the one they are defined with."""
     loss_scale_factor: Annotated[float, Range(gt=0)] | None = option(
-        None, needs=Needs(".loss_agg_mode", "seq-mean-token-sum-norm")
+        None, needs=Needs(".loss_agg_mode", ("seq-mean-token-sum-norm",))
     )
     """Divisor of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
     entropy_coeff: Annotated[float, Range()] = 0.0
@@ -160,7 +160,7 @@ class ActorConfig:
     """What a checkpoint holds."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer and its schedule."""
-    profiler: ProfilerConfig = option(ProfilerConfig, null_is_off=True)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """Profiling of the policy update and of the policy's own log-probabilities; ref and rollout follow it."""
 
 

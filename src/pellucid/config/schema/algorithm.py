@@ -17,7 +17,7 @@ else:
     Preset = Literal[tuple(PRESETS)]
 Positive = Annotated[float, Range(gt=0)]
 _KL_REWARD = Needs("algorithm.use_kl_in_reward")
-_ADAPTIVE = (_KL_REWARD, Needs(".type", "adaptive"))
+_ADAPTIVE = (_KL_REWARD, Needs(".type", ("adaptive",)))
 _WEIGHTS = Needs(
     ".rollout_is_threshold",
     otherwise="while algorithm.rollout_is_threshold is null: there are no weights",
@@ -89,7 +89,7 @@ class AlgorithmConfig:
     """Estimator of that KL: kl = k1, mse = k2, low_var_kl = k3; full is exact over the vocabulary."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     """The weight of that KL."""
-    filter_groups: FilterGroupsConfig = option(FilterGroupsConfig, null_is_off=True)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling."""
     rollout_correction_preset: Preset | None = None
     """A named setting of the rollout-correction keys below; keys that are set themselves win over
@@ -98,7 +98,7 @@ class AlgorithmConfig:
     """Upper bound of the importance weights π_old ÷ π_rollout, and their main switch: null computes none."""
     rollout_is: bool = False
     """Multiply the policy loss by the weights; false only computes their metrics."""
-    rollout_is_threshold_lower: Positive | None = option(None, needs=(_WEIGHTS, Needs(".rollout_is_mode", "clip")))
+    rollout_is_threshold_lower: Positive | None = option(None, needs=(_WEIGHTS, Needs(".rollout_is_mode", ("clip",))))
     """Lower bound of the weights in clip mode; null is 1 ÷ upper bound."""
     rollout_is_level: Literal["token", "sequence", "geometric"] = option("token", needs=_WEIGHTS)
     """What a weight is of: each token's ratio, or the product or geometric mean of its sequence's ratios."""

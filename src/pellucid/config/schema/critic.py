@@ -65,5 +65,5 @@ class CriticConfig:
     """Largest global gradient norm; a longer gradient is scaled down to it."""
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     """The optimizer and its schedule."""
-    profiler: ProfilerConfig = option(ProfilerConfig, null_is_off=True)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """Profiling of the value model."""

@@ -217,7 +217,7 @@ class PrecisionDebuggerConfig:
     backend: Literal["native", "msprobe"] = "native"
     """Who measures: native, at little cost and on the rollout too, or msprobe (package mindstudio-probe), which
     also keeps whole tensors. Both write the same files. Unless it is set, a `config_path` means msprobe."""
-    config_path: str | None = None
+    config_path: str | None = option(None, needs=Needs(".backend", ("msprobe",)))
     """msprobe's JSON config, which backend msprobe needs. Steps, ranks and folder are the run's."""
     level: PrecisionLevel | None = None
     """What is measured: L0 each module's inputs, outputs, parameters and gradients; L1 each operator's; mix both.

@@ -82,7 +82,7 @@ class RewardConfig:
     """Processes that run the custom function in parallel."""
     reward_timeout_s: Annotated[float, Range(gt=0)] = 30.0
     """Seconds a reward call may take before it is stopped; a call that fails twice is masked out of training."""
-    profiler: ProfilerConfig = option(ProfilerConfig, null_is_off=True)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """Profiling of the reward model."""
 
     @property

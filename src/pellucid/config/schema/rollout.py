@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import Alias, Range, Refused, option
+from pellucid.config.fields import Alias, Range, option
 from pellucid.config.schema.model import Dtype
 from pellucid.config.schema.profiler import ProfilerConfig
 
 Positive = Annotated[int, Range(ge=1)]
-Temperature = Annotated[float, Range(ge=0)]
 TopP = Annotated[float, Range(gt=0, le=1)]
 TopK = Annotated[int, Alias(0, -1), Range(ge=-1)]
 
@@ -21,7 +20,7 @@ class ValSamplingConfig:
 
     do_sample: bool = False
     """Sample; false decodes greedily."""
-    temperature: Temperature = 1.0
+    temperature: Annotated[float, Range(ge=0)] = 1.0
     """Divisor of the logits when sampling."""
     top_p: TopP = 1.0
     """Sample from the smallest set of tokens that holds this much probability."""
@@ -47,17 +46,13 @@ class SimulateMismatchConfig:
 class RolloutConfig:
     """The engine that samples responses, and its limits."""
 
-    name: Annotated[
-        Literal["native"],
-        Alias("hf", "native", "'hf' is the native engine here: it runs in the process, on the actor's own weights."),
-        Refused(("vllm", "sglang"), "Set it to native, the engine of this version."),
-    ] = "native"
-    """Rollout engine; native runs in the process, on the actor's own weights."""
+    name: Annotated[Literal["native"], Alias("hf", "native")] = "native"
+    """Rollout engine; native (hf) runs in the process, on the actor's own weights."""
     n: Positive = 1
     """Responses sampled per prompt; they form the group whose rewards are compared."""
-    temperature: Temperature = 1.0
-    """Divisor of the logits, above 0: below 1 sharper, above 1 more random. Log-probabilities are of the scaled
-    distribution."""
+    temperature: Annotated[float, Range(gt=0)] = 1.0
+    """Divisor of the logits: below 1 sharper, above 1 more random. Log-probabilities are of the scaled distribution;
+    for greedy decoding set `do_sample: false`."""
     top_p: TopP = 1.0
     """Sample from the smallest set of tokens that holds this much probability; 1 means all."""
     top_k: TopK = -1

@@ -40,7 +40,7 @@ class RunConfig:
     """The prompts, and how many make a step."""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     """The policy: model, update, reference and sampling."""
-    critic: CriticConfig = option(CriticConfig, needs=CRITIC, null_is_off=True)
+    critic: CriticConfig = option(CriticConfig, needs=CRITIC)
     """The value model, loaded only for estimators that have one."""
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     """How a response is scored."""
@@ -48,7 +48,7 @@ class RunConfig:
     """From rewards to advantages."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run: its length, device, logs and checkpoints."""
-    global_profiler: GlobalProfilerConfig = option(GlobalProfilerConfig, null_is_off=True)
+    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
     """Profiling: the tool, the steps, and what is done with the files; each role's `profiler` says of whom."""
 
     @property

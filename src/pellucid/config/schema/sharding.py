@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pellucid.config.fields import Range, Refused, option
+from pellucid.config.fields import Range, option
 from pellucid.config.schema.model import Dtype
 
-Strategy = Annotated[Literal["fsdp", "fsdp2"], Refused(("megatron",), "Set it to fsdp2, or to fsdp.")]
+Strategy = Literal["fsdp", "fsdp2"]
 FsdpSize = Annotated[int, Range(ge=-1)]
 _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 

@@ -15,7 +15,8 @@ CRITIC = Needs(
     remedy="Set adv_estimator: gae",
 )
 """What keys need that only estimators with a critic read."""
-_RAY = Needs("trainer.placement", "ray")
+_RAY = Needs("trainer.placement", ("ray",))
+_VALIDATION = Needs("data.val_files")
 _MACHINES = Needs(
     ".has_several_machines",
     otherwise="unless ranks of several machines meet",
@@ -51,7 +52,7 @@ class BaseTrainerConfig:
     """Where tensors live; auto takes cuda, then npu, then cpu."""
     save_freq: Frequency = -1
     """Steps between checkpoints; -1 or 0 saves only at the end."""
-    test_freq: Frequency = -1
+    test_freq: Frequency = option(-1, needs=_VALIDATION)
     """Steps between validations; -1 or 0 validates only at the end, when there are validation rows."""
     seed: int = 0
     """The run's seed; every random stream is derived from it."""
@@ -73,7 +74,7 @@ class TrainerConfig(BaseTrainerConfig):
     rendezvous_port: Annotated[int, Range(ge=1, le=65535)] | None = option(None, needs=_MACHINES)
     """Port of the first machine on which the ranks of several machines meet, roles with ranks of their own at the
     ports after it; null picks a free one."""
-    resource_pools: dict[str, Positive] = option(dict, needs=_RAY)
+    resource_pools: dict[Literal["ref", "critic", "reward_model"], Positive] = option(dict, needs=_RAY)
     """Ranks of their own for roles among ref, critic and reward_model, beside the policy's, e.g. `{critic: 2}`; the
     other roles share the policy's ranks."""
     balance_batch: bool = option(True, needs=_RANKS)
@@ -87,12 +88,12 @@ class TrainerConfig(BaseTrainerConfig):
     """Steps at the start in which only the critic learns and the policy rests."""
     val_before_train: bool = True
     """Validate before the first step, so that the curve has a starting point."""
-    val_only: bool = option(False, needs=Needs("data.val_files"))
+    val_only: bool = option(False, needs=_VALIDATION)
     """Validate once and stop, without training."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Where a run starts: auto from the newest checkpoint of its folder, disable from the beginning, resume_path from
     `resume_from_path`."""
-    resume_from_path: str | None = option(None, needs=Needs(".resume_mode", "resume_path"))
+    resume_from_path: str | None = option(None, needs=Needs(".resume_mode", ("resume_path",)))
     """Checkpoint folder (`…/global_step_N`) to resume from; goes with `resume_mode: resume_path`."""
     max_actor_ckpt_to_keep: Positive | None = None
     """Newest checkpoints to keep; null keeps all."""

@@ -5,9 +5,12 @@ Each rule looks at a converted config and yields the mistakes it finds; `load.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from pellucid.config.convert import raise_all
 from pellucid.config.schema import RunConfig, SftConfig
-from pellucid.config.validate import algorithm, batches, correction, effects, precision, profiling, ranks, run, sampling
+from pellucid.config.validate import correction, effects, precision, profiling, ranks, steps
+from pellucid.errors import UserError
 
 
 def validate(config: RunConfig | SftConfig) -> list[str]:
@@ -19,27 +22,32 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
     Raises:
         UserError: a rule is broken; the arithmetic is spelled out (`ConfigError` for several).
     """
-    if isinstance(config, SftConfig):
-        raise_all([*run.sft_mistakes(config), *effects.mistakes(config, effects.changed_keys(config))])
-        return []
     changed = effects.changed_keys(config)
+    if isinstance(config, SftConfig):
+        raise_all([*steps.sft_mistakes(config), *effects.mistakes(config, changed)])
+        return []
     found = [
         *ranks.mistakes(config),
-        *batches.mistakes(config),
-        *sampling.mistakes(config),
-        *algorithm.mistakes(config),
+        *steps.mistakes(config),
         *correction.mistakes(config),
-        *run.mistakes(config),
-        *profiling.mistakes(config, changed),
+        *profiling.mistakes(config),
         *precision.mistakes(config),
+        *effects.mistakes(config, profiling.acting(config, changed)),
     ]
-    named = {error.field for error in found}
-    others = {key: value for key, value in changed.items() if ".profiler." not in key}  # profiling has rules of its own
-    raise_all(found + [error for error in effects.mistakes(config, others) if error.field not in named])
+    raise_all(list(_distinct(found)))
     return [
-        *algorithm.unusual(config),
+        *steps.unusual(config),
         *correction.unusual(config),
         *ranks.unusual(config, changed),
         *profiling.unusual(config, changed),
         *precision.unusual(config),
     ]
+
+
+def _distinct(errors: Iterable[UserError]) -> Iterator[UserError]:
+    """Yield the first error of each key, and the first of each reason: keys that follow another one repeat it."""
+    said: set[str] = set()
+    for error in errors:
+        if not said & {error.field, error.reason}:
+            yield error
+        said |= {error.field, error.reason}

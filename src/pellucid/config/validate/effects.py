@@ -50,10 +50,10 @@ def _needs_of_algorithms(key: str) -> Iterator[Needs]:
     them all.
     """
     if names := [name for name, entry in ESTIMATORS.items() if key.removeprefix("algorithm.") in entry.settings]:
-        yield Needs("algorithm.adv_estimator", *names)
+        yield Needs("algorithm.adv_estimator", tuple(names))
     if names := [name for name, entry in POLICY_LOSSES.items() if key.removeprefix(f"{_ACTOR}.") in entry.settings]:
-        yield Needs("algorithm.loss_type", "ppo_clip")
-        yield Needs(f"{_ACTOR}.policy_loss.loss_mode", *names)
+        yield Needs("algorithm.loss_type", ("ppo_clip",))
+        yield Needs(f"{_ACTOR}.policy_loss.loss_mode", tuple(names))
 
 
 def mistakes(config: RunConfig | SftConfig, changed: dict[str, Changed]) -> Iterator[UserError]:

@@ -51,12 +51,7 @@ class NpuTool:
             UserError: torch_npu cannot be imported, there is no NPU, or the contents cannot be had together.
         """
         options = settings.role_options.npu
-        sources, of_cpu = _sources(options), {"module", "stack"} & set(options.contents)
-        if of_cpu and "cpu" not in sources:
-            raise UserError(
-                f"{KEYS}.contents", f"{sorted(of_cpu)} are of the CPU's side, which is not collected.", "Add 'cpu'."
-            )
-        if options.level != "level0" and "npu" not in sources:
+        if options.level != "level0" and "npu" not in _sources(options):
             reason = f"'{options.level}' says how deep to look into the NPU, of which nothing is collected."
             raise UserError(f"{KEYS}.level", reason, f"Add 'npu' to {KEYS}.contents, or leave level0.")
         if not _import_torch_npu("global_profiler.tool").npu.is_available():
@@ -206,8 +201,8 @@ def analyse(folder: Path, *, again: bool = False) -> Analysis:
 
 
 def _sources(options: NpuToolConfig) -> set[str]:
-    """Return what is collected from, of npu and cpu."""
-    return {"npu", "cpu"} & set(options.contents) or {"npu", "cpu"}
+    """Return what is collected from, of npu and cpu; without cpu the profiler captures nothing."""
+    return {"cpu"} | ({"npu"} & set(options.contents or ["npu"]))
 
 
 def _folders(capture: Capture) -> list[Path]:

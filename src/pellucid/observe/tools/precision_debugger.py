@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pellucid.config.schema.msprobe_json import read_json
 from pellucid.observe.tools.base import Capture, KeptInPartError, ToolSettings
 from pellucid.precision.capture import NativeSession
 from pellucid.precision.dump import About, Pass
@@ -28,7 +29,8 @@ class PrecisionDebuggerTool:
 
     def __init__(self, settings: ToolSettings) -> None:
         self._options, self._device = settings.global_options.precision_debugger, settings.device
-        self._level = self._options.level or "L0"
+        path = self._options.config_path
+        self._level = self._options.level or (read_json(path).get("level") if path else None) or "L0"
         self._session: NativeSession | MsprobeSession | None = None
         self._about: About | None = None
         if (
