@@ -354,22 +354,22 @@ def test_a_plan_of_one_process_says_nothing_of_ranks():
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (RAY, "1 rank on 1 machine, placement ray, strategy fsdp2"),
+        (RAY, "1 rank on 1 machine, placement ray, strategy fsdp2: one copy of the model"),
         (
             [*ranks(2, 2)],
-            "4 ranks on 2 machines, placement ray, strategy fsdp2: one copy of the model over 4 ranks",
+            "4 ranks on 2 machines, placement ray, strategy fsdp2: one copy of the model",
         ),
         (
             [*ranks(2, 2), f"{FSDP}.fsdp_size=2", f"{ACTOR}.strategy=fsdp"],
-            "4 ranks on 2 machines, placement ray, strategy fsdp: 2 copies of the model over 2 ranks each",
+            "4 ranks on 2 machines, placement ray, strategy fsdp: 2 copies of the model",
         ),
         (
             [*ranks(2), f"{FSDP}.fsdp_size=1"],
-            "2 ranks on 1 machine, placement ray, strategy fsdp2: 2 copies of the model over 1 rank each",
+            "2 ranks on 1 machine, placement ray, strategy fsdp2: 2 copies of the model",
         ),
         (
             [*RAY, *KL, *CRITIC, pools(critic=2, ref=1)],
-            "1 rank on 1 machine, placement ray, strategy fsdp2; critic on 2 ranks of its own; ref on 1 rank of its own",
+            "1 rank on 1 machine, placement ray, strategy fsdp2: one copy of the model; critic on 2 of its own; ref on 1 of its own",
         ),
     ],
 )
@@ -380,16 +380,16 @@ def test_the_plan_says_who_holds_what(overrides, text):
 @pytest.mark.parametrize(
     ("overrides", "count", "text"),
     [
-        ([*ranks(4), *FIXED], 4, "32 samples per mini-batch ÷ 4 ranks = 8 each, in 4 micro-batches a rank"),
+        ([*ranks(4), *FIXED], 4, "32 samples per mini-batch ÷ 4 ranks in 4 micro-batches a rank"),
         (
             [*ranks(3), f"{ACTOR}.ppo_max_token_len_per_gpu=2100"],
             6,
-            "32 samples per mini-batch ÷ 3 ranks = 10 or 11 each, in 6 micro-batches a rank when all are as long as allowed",
+            "32 samples per mini-batch ÷ 3 ranks in at most 6 micro-batches a rank",
         ),
         (
             ranks(32),
             1,
-            "32 samples per mini-batch ÷ 32 ranks = 1 each, in 1 micro-batch a rank when all are as long as allowed",
+            "32 samples per mini-batch ÷ 32 ranks in at most 1 micro-batch a rank",
         ),
     ],
 )
@@ -409,7 +409,7 @@ def test_memory_is_that_of_one_rank():
     assert memory.kv_cache == 6 * 4 * 1024 * 2 * 2 * 2 * 4 * 4
     assert memory.total == 9000 + max(memory.kv_cache, memory.activations + memory.logits_chunk)
     text = dict(plan_rows(plan))["memory (estimate)"]
-    assert " per rank = weights 1.0 KiB" in text and "rollout copy 3.9 KiB" in text
+    assert " = weights 1.0 KiB" in text and text.endswith(" a rank") and "rollout copy 3.9 KiB" in text
 
 
 def test_memory_of_several_copies_and_of_a_rank_that_is_alone():

@@ -223,7 +223,7 @@ def test_given_tokens_are_marked_and_counted_apart(monkeypatch, run_dir):
 
 
 def test_missing_step_lists_those_that_exist(monkeypatch, run_dir, tmp_path):
-    with pytest.raises(UserError, match="Steps with a dump: 1-3, 7"):
+    with pytest.raises(UserError, match="Steps with a dump: 1, 2, 3, 7"):
         view(monkeypatch, run_dir, "--step", "5")
     for path in run_dir.path.glob("rollouts/*"):
         path.unlink()

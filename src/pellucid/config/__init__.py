@@ -4,7 +4,7 @@ No torch here: a mistake in a config is reported in a fraction of a second.
 """
 
 from pellucid.config.convert import ConfigError
-from pellucid.config.load import Loaded, load_config, to_yaml
+from pellucid.config.load import Loaded, load_config
 from pellucid.config.model_facts import ModelFacts, read_model_facts
 from pellucid.config.plan import Plan, build_plan
 from pellucid.config.schema import RunConfig, SftConfig
@@ -20,6 +20,5 @@ __all__ = [
     "build_plan",
     "load_config",
     "read_model_facts",
-    "to_yaml",
     "validate",
 ]

@@ -42,7 +42,9 @@ class Loaded(Generic[Root]):
     @cached_property
     def yaml(self) -> str:
         """The resolved YAML; loading it again gives the same config."""
-        return to_yaml(self.config)
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(self.config)))
 
 
 def load_config(source: str | Path | None, overrides: list[str], root: type[Root] = RunConfig) -> Loaded[Root]:
@@ -59,13 +61,6 @@ def load_config(source: str | Path | None, overrides: list[str], root: type[Root
     notices: list[str] = []
     config = convert(root, _resolved_tree(source, overrides, root, notices))
     return Loaded(config, notices + validate(config))
-
-
-def to_yaml(config: Any) -> str:
-    """Return a config as YAML text."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def _resolved_tree(source: str | Path | None, overrides: list[str], root: type, notices: list[str]) -> Tree:

@@ -15,7 +15,6 @@ from pellucid.errors import UserError
 
 _BUILTIN = Path(__file__).parents[1] / "assets" / "builtin"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_NOT_LINEAR = ("embed", "wte", "wpe", "lm_head", "score")
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,6 @@ class ModelFacts:
     vocab_size: int
     dtype: str
     """Number format of the weights on disk."""
-    linears: tuple[tuple[str, int, int], ...] = ()
-    """Name, outputs and inputs of each linear layer but the output head."""
 
 
 def read_model_facts(path: str) -> ModelFacts | None:
@@ -62,11 +59,6 @@ def read_model_facts(path: str) -> ModelFacts | None:
             head_dim=facts.get("head_dim") or hidden // heads,
             vocab_size=facts["vocab_size"],
             dtype=_DTYPES.get(largest[1], largest[1]),
-            linears=tuple(
-                (name.removesuffix(".weight"), *shape)
-                for name, (shape, _) in sorted(tensors.items())
-                if name.endswith(".weight") and len(shape) == 2 and not any(part in name for part in _NOT_LINEAR)
-            ),
         )
     except KeyError:
         return None

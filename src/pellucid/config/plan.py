@@ -190,14 +190,9 @@ def _offloaded(config: RunConfig, weights: int, trained: int, others: dict[str, 
 
 
 def adapter_size(config: RunConfig, model: ModelFacts) -> int:
-    """Return the LoRA adapter's number of parameters: rank × (inputs + outputs) of each of its layers."""
-    policy = config.actor_rollout_ref.model
-    targets = policy.target_modules
-    return policy.lora_rank * sum(
-        outputs + inputs
-        for name, outputs, inputs in model.linears
-        if isinstance(targets, str) or any(f".{name}".endswith(f".{target}") for target in targets)
-    )
+    """Return the most parameters that a LoRA adapter has, with every linear layer of a gated MLP and attention."""
+    inputs_and_outputs = 11 * model.hidden_size + 3 * model.intermediate_size
+    return config.actor_rollout_ref.model.lora_rank * model.num_layers * inputs_and_outputs
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -242,7 +237,7 @@ def _correction(algorithm: AlgorithmConfig) -> str:
 
 def _model(config: RunConfig, model: ModelFacts) -> str:
     trained = adapter_size(config, model)
-    adapter = f"; LoRA: {trained:,} trained parameters" if trained else ""
+    adapter = f"; LoRA: at most {trained:,} trained parameters" if trained else ""
     shape = f"{model.num_layers} layers × {model.hidden_size}, vocabulary {model.vocab_size:,}"
     return f"{model.num_parameters:,} parameters, {shape}{adapter}"
 
@@ -260,7 +255,9 @@ def _ranks(plan: Plan) -> str:
 def _memory(memory: Memory) -> str:
     """Return the sum of the parts, in which generation and update take turns."""
     parts = {name: num_bytes for name, num_bytes in vars(memory).items() if num_bytes}
-    turns = [f"{name.replace('_', ' ')} {size(parts.pop(name, 0))}" for name in ("activations", "logits_chunk", "kv_cache")]
+    turns = [
+        f"{name.replace('_', ' ')} {size(parts.pop(name, 0))}" for name in ("activations", "logits_chunk", "kv_cache")
+    ]
     offloaded = f" − {size(parts.pop('offloaded'))} kept in CPU memory" if memory.offloaded else ""
     fixed = " + ".join(f"{name.replace('_', ' ')} {size(num_bytes)}" for name, num_bytes in parts.items())
     return f"about {size(memory.total)} = {fixed}{offloaded} + the larger of ({turns[0]} + {turns[1]}) and {turns[2]}"

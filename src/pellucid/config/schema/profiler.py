@@ -20,6 +20,7 @@ StageName = Literal[
     "critic_update",
     "actor_update",
 ]
+_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
 PrecisionLevel = Literal["L0", "L1", "mix"]
 Count = Annotated[int, Range(ge=0)]
 PROFILED_SECTIONS = {
@@ -177,23 +178,12 @@ class GlobalNsysConfig:
 
     discrete: bool = False
     """One capture for each stage instead of one for each step."""
-    controller_nsight_options: dict[str, str | int | bool] = field(
-        default_factory=lambda: {
-            "trace": "cuda,nvtx,cublas,ucx",
-            "cuda-memory-usage": "true",
-            "cuda-graph-trace": "graph",
-        }
-    )
+    controller_nsight_options: dict[str, str | int | bool] = field(default_factory=lambda: dict(_NSIGHT))
     """Options for the controller's process, which is recorded from start to end."""
     worker_nsight_options: dict[str, str | int | bool | None] = field(
-        default_factory=lambda: {
-            "trace": "cuda,nvtx,cublas,ucx",
-            "cuda-memory-usage": "true",
-            "cuda-graph-trace": "graph",
-            "capture-range": "cudaProfilerApi",
-            "capture-range-end": None,
-            "kill": "none",
-        }
+        default_factory=lambda: (
+            _NSIGHT | {"capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
+        )
     )
     """Options for the ranks' processes; `capture-range-end: null` becomes `repeat`, which records every capture."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated
 
 from pellucid.algo.catalog import estimator_entry
@@ -12,7 +13,7 @@ from pellucid.config.schema.algorithm import AlgorithmConfig
 from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.data import DataConfig, SftDataConfig
 from pellucid.config.schema.model import ModelConfig, SftModelConfig
-from pellucid.config.schema.profiler import GlobalProfilerConfig, ProfilerConfig
+from pellucid.config.schema.profiler import PROFILED_SECTIONS, GlobalProfilerConfig, ProfilerConfig
 from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.config.schema.trainer import CRITIC, SftTrainerConfig, TrainerConfig
@@ -62,26 +63,14 @@ class RunConfig:
 
     def copy_ranks(self, role: str) -> int:
         """Return how many of a role's ranks hold one copy of its model between them."""
-        policy = self.actor_rollout_ref
-        sizes = {
-            "actor": policy.actor.fsdp_config.fsdp_size,
-            "ref": policy.ref.fsdp_config.fsdp_size,
-            "critic": self.critic.fsdp_config.fsdp_size,
-        }
-        size = sizes.get(role, -1)
+        spread = ("actor", "ref", "critic")
+        size = attrgetter(f"{PROFILED_SECTIONS[role]}.fsdp_config.fsdp_size")(self) if role in spread else -1
         return self.pool_ranks(role) if size == -1 else size
 
     @property
     def profilers(self) -> dict[str, ProfilerConfig]:
         """The profiler settings of each role, in the order of `PROFILED_SECTIONS`."""
-        policy = self.actor_rollout_ref
-        return {
-            "actor": policy.actor.profiler,
-            "ref": policy.ref.profiler,
-            "rollout": policy.rollout.profiler,
-            "critic": self.critic.profiler,
-            "reward_model": self.reward_model.profiler,
-        }
+        return {role: attrgetter(f"{section}.profiler")(self) for role, section in PROFILED_SECTIONS.items()}
 
     @property
     def has_critic(self) -> bool:
@@ -99,9 +88,16 @@ class RunConfig:
         return "reward_components" not in estimator_entry(self.algorithm.adv_estimator).needs
 
     @property
+    def kl_types(self) -> set[str]:
+        """The forms of the KL terms, in the loss and in the reward, that compare the policy to the reference model."""
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        terms = ((actor.use_kl_loss, actor.kl_loss_type), (algorithm.use_kl_in_reward, algorithm.kl_penalty))
+        return {form for is_used, form in terms if is_used}
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a KL term, in the loss or in the reward, compares the policy to the reference model."""
-        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        return bool(self.kl_types)
 
     @property
     def has_own_reference(self) -> bool:
@@ -111,9 +107,7 @@ class RunConfig:
     @property
     def has_exact_kl(self) -> bool:
         """Whether a KL term is the exact one (`full`), for which the reference runs on the actor's micro-batches."""
-        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
-        in_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
-        return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty == "full")
+        return "full" in self.kl_types
 
     @property
     def samples_kl(self) -> bool:
@@ -121,9 +115,7 @@ class RunConfig:
 
         The exact one (`full`) does not: there the actor's micro-batches pass through the reference as well.
         """
-        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
-        in_loss = actor.use_kl_loss and actor.kl_loss_type != "full"
-        return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty != "full")
+        return bool(self.kl_types - {"full"})
 
     @property
     def corrects(self) -> bool:
