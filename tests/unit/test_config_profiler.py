@@ -241,7 +241,8 @@ def test_migrating_keeps_the_keys_of_a_role_that_the_fragment_does_not_show(writ
         block = block[name]
     assert block == {"enable": True, "ranks": [0]}
     assert len(changes) == 1
-    assert any(f"COLLECTS NOTHING of {section}" in line for line in load("global_profiler.steps=[1]", "global_profiler.tool=torch", source=written(text)).notices)
+    steps = ["global_profiler.steps=[1]", "global_profiler.tool=torch"]
+    assert any(f"COLLECTS NOTHING of {section}" in line for line in load(*steps, source=written(text)).notices)
 
 
 @pytest.mark.parametrize(("given", "meant"), [("true", "text"), ("false", "off"), ("db", "db"), ("text", "text")])
