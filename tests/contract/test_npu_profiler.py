@@ -151,7 +151,7 @@ def test_what_it_is_parsed_into_can_be_chosen(compiled, tmp_path, into):
 def test_contents(compiled, tmp_path, contents):
     folder = captured(NpuTool(settings_of(contents)), capture_in(tmp_path), "actor_update")
     config, activities = start_config(compiled)
-    sources = set(contents) & {"npu", "cpu"} or {"npu", "cpu"}
+    sources = {"cpu"} | (set(contents) & {"npu", "cpu"} or {"npu"})
     assert {activity.name.lower() for activity in activities} == sources
     got = (config.profile_memory, config.record_shapes, config.with_modules, config.with_stack)
     assert got == tuple(name in contents for name in ("memory", "shapes", "module", "stack"))
@@ -165,10 +165,10 @@ def test_contents(compiled, tmp_path, contents):
 
 
 @pytest.mark.parametrize("contents", [["cpu"], ["npu"]], ids="+".join)
-def test_one_side_alone_is_parsed(tmp_path, contents):
+def test_the_cpus_side_is_always_parsed(tmp_path, contents):
     folder = captured(npu_tool(contents, analysis=True), capture_in(tmp_path), "actor_update")
     events = trace_of(folder)
-    assert len(spans(events, "actor_update")) == ("cpu" in contents)
+    assert len(spans(events, "actor_update")) == 1
     assert len(spans(events, "actor_update", of_npu=True)) == ("npu" in contents)
 
 

@@ -73,7 +73,7 @@ def test_check_prints_the_plan(recipe):
 def test_check_prints_the_plan_of_a_run_over_ranks(recipe):
     text = " ".join(run("check", recipe, "trainer.placement=ray", "trainer.n_gpus_per_node=2").stdout.split())
     assert "2 ranks on 1 machine, placement ray, strategy fsdp2: one copy of the model" in text
-    assert "8 samples per mini-batch ÷ 2 ranks = 4 each" in text
+    assert "8 samples per mini-batch ÷ 2 ranks in" in text
     with pytest.raises(UserError, match="2 ranks, but placement: local"):
         run("check", recipe, "trainer.n_gpus_per_node=2")
 

@@ -202,7 +202,7 @@ def analyse(folder: Path, *, again: bool = False) -> Analysis:
 
 def _sources(options: NpuToolConfig) -> set[str]:
     """Return what is collected from, of npu and cpu; without cpu the profiler captures nothing."""
-    return {"cpu"} | ({"npu"} & set(options.contents or ["npu"]))
+    return {"cpu"} | ({"npu", "cpu"} & set(options.contents) or {"npu"})
 
 
 def _folders(capture: Capture) -> list[Path]:
