@@ -57,7 +57,7 @@ class StubRanks:
 
     def run(self, rank: int, number: int, role: str, method: str, parcel: Parcel, stage: Any) -> Outcome:
         arguments, _ = self._memory.unpack(parcel)
-        outcome = Outcome(versions={role: 0}, flops={role: 0.0})
+        outcome = Outcome()
         if method == "generate":
             outcome.value = self._memory.pack(self._sampled(arguments[0][rank]))
         elif rank == 0:
@@ -121,6 +121,8 @@ def arrays_of(value: Any) -> list[np.ndarray]:
     """Return the arrays of what is put: a tensor's, or those of packed rollouts."""
     if isinstance(value, np.ndarray):
         return [value]
+    if isinstance(value, dict):
+        return [array for inner in value.values() for array in arrays_of(inner)]
     fields = [getattr(value, name) for name in type(value).__slots__] if hasattr(type(value), "__slots__") else []
     return [array for inner in fields for array in arrays_of(inner)]
 

@@ -1,6 +1,6 @@
 """The Ray cluster of a run: started on this machine or joined, checked for room, and cut into pools of ranks.
 
-`ray.py` asks it for the actors of each pool; whatever is missing is said before a process starts.
+`ray_placement.py` asks it for the actors of each pool; whatever is missing is said before a process starts.
 """
 
 import logging
@@ -8,12 +8,10 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from subprocess import Popen
 from typing import Any
 
-import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -21,7 +19,6 @@ from pellucid import devices
 from pellucid.build import RoleName
 from pellucid.config import RunConfig
 from pellucid.errors import UserError
-from pellucid.ranks.cluster_guard import start_guard
 from pellucid.threads import waiting_settings
 
 POLICY = "policy"
@@ -30,8 +27,6 @@ CONNECT_S, RESERVE_S = 5.0, 30.0
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """How ranks of one machine are told to listen on no other interface."""
 _RESOURCE = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
-_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "dashboard/agent.py", "runtime_env/agent/main.py")
-"""What the command lines of Ray's agents have, once they are up and before."""
 _WORDS = {"cpu": "CPU cores", "cuda": "GPUs", "npu": "NPUs"}
 
 
@@ -40,7 +35,7 @@ class Pool:
     """Ranks that form one process group."""
 
     name: str
-    roles: tuple[RoleName, ...]
+    roles: Sequence[RoleName]
     num_ranks: int
     ranks_per_node: int
     """Ranks that must be on one machine together."""
@@ -53,13 +48,13 @@ class Pool:
 
 def plan_pools(config: RunConfig, needed: Sequence[RoleName]) -> list[Pool]:
     """Return the run's pools: the policy's, and one for each role with ranks of its own."""
-    own, trainer = config.trainer.resource_pools, config.trainer
-    shared: tuple[RoleName, ...] = tuple(role for role in needed if role not in own)
-    pools = [Pool(POLICY, shared, config.num_ranks, trainer.n_gpus_per_node)]
+    own, shared = config.trainer.resource_pools, list[RoleName]()
+    pools = [Pool(POLICY, shared, config.num_ranks, config.trainer.n_gpus_per_node)]
     for role in needed:
         if role in own:
-            alone: tuple[RoleName, ...] = (role,)
-            pools.append(Pool(role, alone, own[role], 1))
+            pools.append(Pool(role, [role], own[role], 1))
+        else:
+            shared.append(role)
     return pools
 
 
@@ -75,24 +70,25 @@ class Cluster:
         address = config.trainer.ray_address
         self.is_local = address is None
         self._owned = not ray.is_initialized()
+        self._groups: dict[str, PlacementGroup] = {}
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # how Ray is told not to phone home
         if address is None:
-            kind = devices.choose_device(config.trainer.device).type
-            _check_machine(kind, pools)
-            self._connect(address="local", num_cpus=_num_cores(), include_dashboard=False, _node_ip_address="127.0.0.1")
+            self.device = devices.choose_device(config.trainer.device).type
+            cores = len(os.sched_getaffinity(0))
+            here = cores if self.device == "cpu" else devices.count(self.device)
+            _check_room(self.device, pools, [(socket.gethostname(), here)])
+            self._connect(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1")
         else:
             _check_reachable(address)
             self._connect(address=address)
-            kind = config.trainer.device if config.trainer.device != "auto" else _best_device()
-        self.device = kind
-        self._groups: dict[str, PlacementGroup] = {}
-        self._guard: Popen[bytes] | None = None
+            self.device = _best_device() if config.trainer.device == "auto" else config.trainer.device
         try:
-            _check_nodes(kind, pools)
+            if not self.is_local:
+                unit, alive = _RESOURCE[self.device], [node for node in ray.nodes() if node["Alive"]]
+                sizes = [(node["NodeManagerHostname"], int(node["Resources"].get(unit, 0))) for node in alive]
+                _check_room(self.device, pools, sizes)
             for pool in pools:
                 self._groups[pool.name] = self._reserve(pool)
-            if self.is_local and self._owned:
-                self._guard = start_guard(_agents())
         except BaseException:
             self.close()
             raise
@@ -102,21 +98,11 @@ class Cluster:
             return
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-        except (OSError, RuntimeError, ValueError, RayError) as error:
+        except Exception as error:  # Ray raises types of all kinds here
             raise _connection_error(error) from error
-        except Exception as error:
-            if "timed out during startup" not in str(error):  # Ray has no type of its own for it
-                raise
-            raise UserError(
-                "trainer.placement",
-                "Ray did not start in its 15 to 30 seconds: the machine is too busy.",
-                "Start the run again when less runs beside it, or with placement: local.",
-            ) from error
 
     def _reserve(self, pool: Pool) -> PlacementGroup:
-        bundle = {"CPU": float(pool.ranks_per_node)}
-        if self.device != "cpu":
-            bundle[_RESOURCE[self.device]] = float(pool.ranks_per_node)
+        bundle = {"CPU": float(pool.ranks_per_node), _RESOURCE[self.device]: float(pool.ranks_per_node)}
         apart = pool.num_bundles > 1 and pool.ranks_per_node > 1
         group = placement_group([bundle] * pool.num_bundles, strategy="STRICT_SPREAD" if apart else "PACK")
         try:
@@ -124,12 +110,11 @@ class Cluster:
         except GetTimeoutError as error:
             remove_placement_group(group)
             free = ray.available_resources()
-            unit = _RESOURCE[self.device]
             raise UserError(
                 "trainer.ray_address",
                 f"the cluster is busy: {pool.num_ranks} {_WORDS[self.device]} for the {pool.name} pool were not free "
-                f"within {RESERVE_S:.0f} s; free now: {free.get(unit, 0):g} {_WORDS[self.device]} in all, "
-                f"{free.get('CPU', 0):g} CPU cores.",
+                f"within {RESERVE_S:.0f} s; free now: {free.get(_RESOURCE[self.device], 0):g} {_WORDS[self.device]} in "
+                f"all, {free.get('CPU', 0):g} CPU cores.",
                 "Wait for other jobs to end (`ray status` shows them), or ask for fewer ranks.",
             ) from error
         return group
@@ -138,22 +123,17 @@ class Cluster:
         """Return the Ray options of an actor that is this rank; `python` is a command that starts it in place of Ray's
         own.
         """
-        strategy = PlacementGroupSchedulingStrategy(
-            self._groups[pool.name], placement_group_bundle_index=rank // pool.ranks_per_node
-        )
-        options: dict[str, Any] = {
+        environment = devices.ONE_ARENA | waiting_settings() | (_LOOPBACK if self.is_local else {})
+        return {
             "num_cpus": 1,
-            "scheduling_strategy": strategy,
+            "num_gpus": int(self.device == "cuda"),
+            "resources": {"NPU": 1} if self.device == "npu" else {},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._groups[pool.name], placement_group_bundle_index=rank // pool.ranks_per_node
+            ),
             "max_restarts": 0,
-            "runtime_env": {"env_vars": devices.ONE_ARENA | waiting_settings() | (_LOOPBACK if self.is_local else {})},
+            "runtime_env": {"env_vars": environment} | ({} if python is None else {"py_executable": python}),
         }
-        if python is not None:
-            options["runtime_env"]["py_executable"] = python
-        if self.device == "cuda":
-            options["num_gpus"] = 1
-        elif self.device == "npu":
-            options["resources"] = {"NPU": 1}
-        return options
 
     def close(self) -> None:
         """Give the places back and leave; a cluster that was started here ends."""
@@ -164,8 +144,6 @@ class Cluster:
         finally:
             if self._owned:
                 ray.shutdown()
-            if self._guard is not None:
-                self._guard.communicate()  # closes its standard input
 
 
 def _connection_error(error: BaseException) -> UserError:
@@ -178,54 +156,26 @@ def _connection_error(error: BaseException) -> UserError:
     return UserError("trainer.placement", f"Ray does not start or join: {reason}", remedy)
 
 
-def _agents() -> list[int]:
-    """Return the process ids of Ray's agents on this machine, which this process' raylet has started."""
-    started = ((process.pid, " ".join(process.cmdline())) for process in psutil.Process().children(recursive=True))
-    return [pid for pid, command in started if any(mark in command for mark in _AGENTS)]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _check_machine(kind: str, pools: list[Pool]) -> None:
-    """Check that this machine has a device for each rank."""
-    there, wanted = _num_cores() if kind == "cpu" else devices.count(kind), sum(pool.num_ranks for pool in pools)
+def _check_room(kind: str, pools: list[Pool], machines: list[tuple[str, int]]) -> None:
+    """Check that the machines, each with its number of devices, are large and many enough; whether they are free shows
+    when they are reserved.
+    """
+    sizes, found = [size for _, size in machines], ", ".join(f"{name}: {size}" for name, size in machines)
+    policy, there, wanted = pools[0], sum(sizes), sum(pool.num_ranks for pool in pools)
+    num_fitting = sum(size >= policy.ranks_per_node for size in sizes)
     if wanted > there:
-        how = " + ".join(f"{pool.num_ranks} ({pool.name})" for pool in pools)
         raise UserError(
-            "trainer.n_gpus_per_node",
-            f"{how if len(pools) > 1 else wanted} ranks, and this machine has {there} {_WORDS[kind]}: each rank needs "
-            "one of its own.",
+            "trainer.resource_pools" if policy.num_ranks <= there else "trainer.n_gpus_per_node",
+            f"{' + '.join(f'{pool.num_ranks} ({pool.name})' for pool in pools)} = {wanted} ranks need a device each, "
+            f"and there are {there} {_WORDS[kind]} ({found}).",
             f"Ask for at most {there} ranks in all, or join a larger cluster (trainer.ray_address).",
         )
-
-
-def _check_nodes(kind: str, pools: list[Pool]) -> None:
-    """Check that the cluster's machines are large and many enough; whether they are free shows when they are
-    reserved.
-    """
-    unit, policy = _RESOURCE[kind], pools[0]
-    sizes = sorted(
-        ((int(node["Resources"].get(unit, 0)), node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]),
-        reverse=True,
-    )
-    fitting = [name for size, name in sizes if size >= policy.ranks_per_node]
-    found = ", ".join(f"{name}: {size}" for size, name in sizes)
-    if len(fitting) < policy.num_bundles:
+    if num_fitting < policy.num_bundles:
         raise UserError(
-            "trainer.nnodes" if fitting else "trainer.n_gpus_per_node",
+            "trainer.nnodes" if num_fitting else "trainer.n_gpus_per_node",
             f"{policy.num_bundles} machines with {policy.ranks_per_node} {_WORDS[kind]} each are needed, and "
-            f"{len(fitting)} of the cluster's {len(sizes)} have as many ({found}).",
+            f"{num_fitting} of the cluster's {len(sizes)} have as many ({found}).",
             "Add machines (`ray start --address=…` on each), or lower trainer.nnodes or trainer.n_gpus_per_node.",
-        )
-    there, wanted = sum(size for size, _ in sizes), sum(pool.num_ranks for pool in pools)
-    if wanted > there:
-        raise UserError(
-            "trainer.resource_pools",
-            f"{' + '.join(f'{pool.num_ranks} ({pool.name})' for pool in pools)} = {wanted} ranks, and the cluster has "
-            f"{there} {_WORDS[kind]} ({found}).",
-            "Give fewer roles ranks of their own, or add machines.",
         )
 
 
@@ -239,19 +189,12 @@ def _check_reachable(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(
-            "trainer.ray_address",
-            f"'{address}' is no address.",
-            "Write host:port (Ray's own port is 6379), or auto for the cluster that this machine belongs to.",
-        )
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             "trainer.ray_address",
-            f"no Ray cluster answers at {address} ({error}).",
-            "Start one with `ray start --head` on that machine, check the address and the firewall, or set the key to "
-            "null "
-            "to start one here.",
+            f"no Ray cluster answers at '{address}' ({error}).",
+            "Write host:port (Ray's own port is 6379) of a machine on which `ray start --head` runs, auto for the "
+            "cluster that this machine belongs to, or null to start one here.",
         ) from error

@@ -11,18 +11,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from pellucid.build import RoleName
 from pellucid.errors import NonFiniteError, UserError
-from pellucid.ranks.rank_failures import RankDiedError, RankRaisedError, RankStalledError
+from pellucid.ranks.rank_failures import RankFailedError
 from pellucid.ranks.wire import SharedMemory
-from pellucid.ranks.worker import Outcome, Progress, this_machine
+from pellucid.ranks.worker import Outcome, Progress, RankWorker, this_machine
 from pellucid.stages import Stage
 
 POLL_S, RANKS_POLLED_A_SECOND = 0.5, 100
@@ -31,9 +32,12 @@ ANSWER_S = 5.0
 """How long the other ranks may take to follow when one has raised, or to answer a question."""
 WRITE_S = 60.0
 """The same where ranks are being captured, and write their captures first."""
-CLOCK_READINGS = 8
 START_S, LEAVE_S = 600.0, 10.0
 """How long a process may take to be up, whatever the stall time-out; and to close its files when all is over."""
+CLOCK_READINGS = 8
+_MISTAKES = (UserError, NonFiniteError, OSError)
+"""What a method may raise without its rank being unfit for further calls."""
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,16 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.members)
 
+    @property
+    def answers(self) -> bool:
+        """Whether the ranks are fit for another call: they are not in the middle of one, and were not ended."""
+        return not self._busy and self._failure is None
+
+    @property
+    def machines(self) -> list[str]:
+        """The machine of each rank, once `locate` has been called."""
+        return [machine for machine, _ in self._places]
+
     def run(
         self,
         role: RoleName,
@@ -110,73 +124,45 @@ class WorkerGroup:
         number, stage = next(self._numbers), self._at()
         # A call that comes while another is under way runs in the ranks' second thread; the others stay in the first:
         # profilers of whole steps see no other.
-        beside = bool(self._busy)
-        sent = [member.handle.run_beside if beside else member.handle.run for member in self.members]
+        sent = [member.handle.run_beside if self._busy else member.handle.run for member in self.members]
         calls = [send.remote(number, role, method, parcel, stage) for send in sent]
         outcomes: list[Outcome] = self._wait(f"{role}.{method}", number, calls, on_done)
         for outcome in outcomes:
             outcome.value = None if outcome.value is None else self._memory.unpack(outcome.value)
         return outcomes
 
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the rank itself, such as `make_roles`, and return the answers in order.
+    def ask(self, what: str, work: Callable[[RankWorker], Answer]) -> list[Answer]:
+        """Let each rank do work that is no role's, called `what` in messages, and return the answers in order.
 
         Loading takes as long as it takes: a rank stalls here only where its process, once up, does not answer at all.
         """
-        calls = [getattr(member.handle, method).remote(*arguments) for member in self.members]
-        return self._wait(method, next(self._numbers), calls, None, answering_is_progress=True)
+        calls = [member.handle.ask.remote(work) for member in self.members]
+        return self._wait(what, next(self._numbers), calls, answering_is_progress=True)
 
     def locate(self) -> list[tuple[str, int]]:
         """Return an address and a free port of each rank's machine, once all their processes are up."""
-        answers = self.ask("where")
+        answers = self.ask("start", lambda rank: rank.where())
         self._places = [(machine, pid) for machine, _, _, pid in answers]
         return [(address, port) for _, address, port, _ in answers]
-
-    @property
-    def answers(self) -> bool:
-        """Whether the ranks are fit for another call: they are not in the middle of one, and were not ended."""
-        return not self._busy and self._failure is None
 
     def align_clocks(self) -> None:
         """Tell each rank on another machine by how much the controller's clock is ahead of its own."""
         for member, machine in zip(self.members, self.machines):
-            if machine == this_machine():
-                continue  # the same clock
-            readings: list[tuple[float, float]] = []
-            for _ in range(CLOCK_READINGS):
-                asked_us = time.time_ns() / 1000
-                its_us: Any = ray.get(member.handle.clock.remote(), timeout=ANSWER_S)
-                answered_us = time.time_ns() / 1000
-                readings.append((answered_us - asked_us, (asked_us + answered_us) / 2 - its_us))
-            ray.get(
-                member.handle.set_clock.remote(min(readings)[1]), timeout=ANSWER_S
-            )  # the quickest answer tells best
-
-    @property
-    def machines(self) -> list[str]:
-        """The machine of each rank, once `locate` has been called."""
-        return [machine for machine, _ in self._places]
-
-    @property
-    def all_here(self) -> bool:
-        """Whether all ranks are on the controller's machine, once `locate` has been called."""
-        return {machine for machine, _ in self._places} == {this_machine()}
+            if machine != this_machine():  # else it is the same clock
+                ahead_us = _ahead_us(member)
+                ray.get(member.handle.ask.remote(lambda rank, us=ahead_us: rank.spans.set_clock(us)), timeout=ANSWER_S)
 
     def wait_for_save(self) -> None:
-        """Wait until what `start_saving` began is on disk; unlike the other methods it may be called beside a running
-        one.
-        """
+        """Wait until what `start_saving` began is on disk; it may be called beside a running call."""
         calls = [member.handle.wait_for_save.remote() for member in self.members]
-        self._results("save", next(self._numbers), calls, None)
+        self._results("save", next(self._numbers), calls)
 
-    def _wait(
-        self, what: str, number: int, calls: list[Any], on_done: Callable[[int], None] | None, **options: bool
-    ) -> list[Any]:
+    def _wait(self, what: str, number: int, calls: list[Any], *on_done: Any, **options: bool) -> list[Any]:
         """Return all results of a call that keeps the ranks busy until all of them have answered."""
         self._busy.add(number)
         try:
-            results = self._results(what, number, calls, on_done, **options)
-        except (UserError, NonFiniteError, OSError):
+            results = self._results(what, number, calls, *on_done, **options)
+        except _MISTAKES:
             if self._failure is None:  # every rank answered with a mistake, and is fit for further calls
                 self._busy.remove(number)
             raise
@@ -188,7 +174,7 @@ class WorkerGroup:
         what: str,
         number: int,
         calls: list[Any],
-        on_done: Callable[[int], None] | None,
+        on_done: Callable[[int], None] | None = None,
         *,
         answering_is_progress: bool = False,
     ) -> list[Any]:
@@ -196,11 +182,9 @@ class WorkerGroup:
         limit_s = self._stall_timeout_s
         if limit_s is not None and not self._places:
             limit_s = max(limit_s, START_S)
-        results: dict[Any, Any] = {}
-        seen: list[Progress | None] = []
+        results, pending, seen = dict[Any, Any](), calls, list[Progress | None]()
         moved_at = time.monotonic()
-        while len(results) < len(calls):
-            pending = [call for call in calls if call not in results]
+        while True:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=self._poll_s, fetch_local=False)
             self._heartbeat()
             try:
@@ -208,30 +192,26 @@ class WorkerGroup:
             except (RayActorError, RayTaskError):
                 self._raise_first(calls)
             if not pending:
-                break
+                return [results[call] for call in calls]
             progress = self._progress(number)
-            if on_done is not None and (more := _total(progress) - _total(seen)) > 0:
+            if on_done is not None and (more := _num_done(progress) - _num_done(seen)) > 0:
                 on_done(more)
-            all_answer = all(answer is not None for answer in progress)
             writing = any(answer is not None and answer.writes for answer in progress)
-            moved = ready or writing or _where_they_are(progress) != _where_they_are(seen)
-            if moved or (answering_is_progress and all_answer):
+            answered = answering_is_progress and None not in progress
+            if ready or writing or answered or _where_they_are(progress) != _where_they_are(seen):
                 moved_at = time.monotonic()
             seen = progress
             waited_s = time.monotonic() - moved_at
             if limit_s is not None and waited_s > limit_s:
                 self._raise_stalled(what, waited_s, progress, [call in results for call in calls])
-        return [results[call] for call in calls]
 
     def _raise_first(self, calls: list[Any]) -> NoReturn:
         """Raise what explains a failed call best: a death before a mistake, and that before what followed from either.
 
         Where every rank has answered with a mistake, they are fit for further calls; else they are ended.
         """
-        limit_s = WRITE_S if self.captures else ANSWER_S
-        ray.wait(calls, num_returns=len(calls), timeout=limit_s, fetch_local=False)
-        errors: list[tuple[int, BaseException]] = []
-        agreed = 0
+        ray.wait(calls, num_returns=len(calls), timeout=WRITE_S if self.captures else ANSWER_S, fetch_local=False)
+        deaths, mistakes, others = list[BaseException](), list[BaseException](), list[BaseException]()
         for member, call in zip(self.members, calls):
             try:
                 ray.get(call, timeout=0)
@@ -239,17 +219,15 @@ class WorkerGroup:
                 continue  # waits for the one that failed
             except RayActorError as error:
                 said = "" if member.log.is_file() else f": {error}"
-                errors.append((0, RankDiedError(member.name, f"the process died{said}", member.log)))
+                deaths.append(RankFailedError(member.name, f"the process died{said}", member.log))
             except RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, UserError | NonFiniteError | OSError):
-                    errors.append((1, cause))
-                    agreed += 1
+                if isinstance(error.cause, _MISTAKES):
+                    mistakes.append(error.cause)
                 else:
-                    what = f"{type(cause).__name__}: {cause}"
-                    errors.append((2, RankRaisedError(member.name, what, member.log)))
-        first = min(errors, key=lambda error: error[0])[1]
-        if agreed == len(calls):
+                    what = f"{type(error.cause).__name__}: {error.cause}"
+                    others.append(RankFailedError(member.name, what, member.log))
+        first = [*deaths, *mistakes, *others][0]
+        if len(mistakes) == len(calls):
             raise first
         self._end(first)
 
@@ -267,44 +245,40 @@ class WorkerGroup:
         """Return how far each rank is with a call; None where one does not answer in time."""
         questions = [member.handle.progress.remote(number) for member in self.members]
         ray.wait(questions, num_returns=len(questions), timeout=ANSWER_S)
-        answers: list[Progress | None] = []
-        for question in questions:
-            try:
-                answers.append(ray.get(question, timeout=0))
-            except (GetTimeoutError, RayActorError, RayTaskError):  # a death shows in the call itself
-                answers.append(None)
+        answers: list[Progress | None] = [None] * len(questions)
+        for index, question in enumerate(questions):
+            with suppress(GetTimeoutError, RayActorError, RayTaskError):  # a death shows in the call itself
+                answers[index] = ray.get(question, timeout=0)
         return answers
 
     def _raise_stalled(
         self, what: str, waited_s: float, progress: list[Progress | None], finished: list[bool]
     ) -> NoReturn:
         """Raise the stall of the rank that the others wait for; stacks of all ranks go to their logs."""
-        silent = [index for index, answer in enumerate(progress) if answer is None]
-        for index in silent:
-            self._signal(index, signal.SIGUSR1)  # faulthandler prints its stacks
-        for member, answer in zip(self.members, progress):
-            if answer is not None:
-                with member.log.open("a") as log:
-                    log.write(f"stalled in {what}; working on {answer.in_hand}\n{answer.stack}\n")
-        busy = [i for i, answer in enumerate(progress) if answer is not None and not answer.waits and not finished[i]]
+        silent, busy = list[int](), list[int]()
+        for index, (member, answer) in enumerate(zip(self.members, progress)):
+            if answer is None:
+                silent.append(index)
+                self._signal(index, signal.SIGUSR1)  # faulthandler prints its stacks
+                continue
+            with member.log.open("a") as log:
+                log.write(f"stalled in {what}; working on {answer.in_hand}\n{answer.stack}\n")
+            if not answer.waits and not finished[index]:
+                busy.append(index)
         culprit = (silent or busy or [finished.index(False)])[0]
-        at = progress[culprit]
-        if at is None:
-            doing = "it does not answer"
-        else:
+        at, doing = progress[culprit], "it does not answer"
+        if at is not None:
             sample = f", sample {at.in_hand[0]}" if at.in_hand else ""
             doing = f"after {at.num_done} samples{sample}; it is at\n{at.stack}"
         time.sleep(0.2)  # for the stacks to reach the log
         member = self.members[culprit]
-        self._end(RankStalledError(member.name, f"no progress in {what} for {waited_s:.0f} s: {doing}", member.log))
+        self._end(RankFailedError(member.name, f"no progress in {what} for {waited_s:.0f} s: {doing}", member.log))
 
     def _signal(self, index: int, number: signal.Signals) -> None:
         """Send a signal to a rank on this machine."""
         if self._places and self._places[index][0] == this_machine():
-            try:
+            with suppress(ProcessLookupError, PermissionError):  # it is gone, or another's by now
                 os.kill(self._places[index][1], number)
-            except (ProcessLookupError, PermissionError):
-                return  # it is gone, or another's by now
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -315,7 +289,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Let the ranks leave their process group and end them; those that are in the middle of a call end at once."""
         if not self._busy:
-            leaving = [member.handle.leave.remote() for member in self.members]
+            leaving = [member.handle.ask.remote(lambda rank: rank.leave()) for member in self.members]
             limit_s = WRITE_S if self.captures else LEAVE_S
             _, staying = ray.wait(leaving, num_returns=len(leaving), timeout=limit_s, fetch_local=False)
             if not staying:
@@ -325,9 +299,20 @@ class WorkerGroup:
         self.kill()
 
 
-def _total(progress: list[Progress | None]) -> int:
+def _num_done(progress: list[Progress | None]) -> int:
     return sum(answer.num_done for answer in progress if answer is not None)
 
 
 def _where_they_are(progress: list[Progress | None]) -> list[tuple[int, list[str]] | None]:
     return [None if answer is None else (answer.num_beats, answer.in_hand) for answer in progress]
+
+
+def _ahead_us(member: Member) -> float:
+    """Return by how much this machine's clock is ahead of a rank's: of several readings, the quickest tells best."""
+    readings: list[tuple[float, float]] = []
+    for _ in range(CLOCK_READINGS):
+        asked_us = time.time_ns() / 1000
+        its_us: Any = ray.get(member.handle.ask.remote(lambda rank: time.time_ns() / 1000), timeout=ANSWER_S)
+        answered_us = time.time_ns() / 1000
+        readings.append((answered_us - asked_us, (asked_us + answered_us) / 2 - its_us))
+    return min(readings)[1]

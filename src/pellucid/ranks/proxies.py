@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from pellucid.build import RoleName
 from pellucid.precision.finding import Finding, earliest
 from pellucid.ranks.group import WorkerGroup
-from pellucid.rollout.requests import Completion, EngineStats, PauseMode, Request, Trajectory, WeightUpdate
+from pellucid.ranks.worker import RankWorker
+from pellucid.rollout.requests import Completion, EngineStats, Request, RolloutEngine, WeightUpdate
 from pellucid.stages import ROLE_OF, Stage
 from pellucid.training.protocol import Progress
 
@@ -38,13 +40,17 @@ class RemoteSentinel:
     def locate(self, stage: Stage) -> None:
         """Let the ranks of a stage look for the place where it goes wrong when it runs next."""
         self._failed = self._group_of[ROLE_OF.get(stage, "rollout")]  # pyright: ignore[reportArgumentType]
-        self._failed.ask("locate_nan", stage)
+        self._failed.ask("locate_nan", lambda rank: rank.sentinel and rank.sentinel.locate(stage))
 
     def take_finding(self) -> Finding | None:
         """Return the earliest of the ranks' findings."""
+
+        def taken(rank: RankWorker) -> Finding | None:
+            return rank.sentinel and rank.sentinel.take_finding()
+
         groups = set(self._group_of.values()) if self._failed is None else {self._failed}
         self._failed = None
-        return earliest(finding for group in groups for finding in group.ask("take_finding"))
+        return earliest(finding for group in groups for finding in group.ask("take_finding", taken))
 
 
 class RemoteRole:
@@ -69,7 +75,7 @@ class RemoteRole:
         """Call the method on all ranks and return rank 0's result; a rank's working directory may be another."""
         arguments = tuple(value.absolute() if isinstance(value, Path) else value for value in arguments)
         first = self._group.run(self._name, method, *arguments, on_done=on_done, **options)[0]
-        self.version, self._flops = first.versions[self._name], first.flops[self._name]
+        self.version, self._flops = first.version, first.flops
         return first.value
 
     def take_flops(self) -> float:
@@ -83,10 +89,12 @@ class RemoteRole:
         return self._group.wait_for_save
 
 
-class RemoteRolloutEngine:
-    """A replica of the native engine on every rank, each answering its part of the requests that come together."""
+class RemoteRolloutEngine(RolloutEngine):
+    """A replica of the native engine on every rank, each answering its part of the requests that come together.
 
-    modules: tuple[torch.nn.Module, ...] = ()
+    The replicas answer nothing between two calls and keep nothing for the next one, so that `pause`, `sleep`, `release`
+    and their like do nothing. The ranks themselves say what they decode, and their profilers capture their replicas.
+    """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -97,10 +105,16 @@ class RemoteRolloutEngine:
         self._version = self._num_tokens = 0
 
     @property
+    @override
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        return ()
+
+    @property
+    @override
     def in_hand(self) -> list[str]:
-        """Return nothing: the ranks themselves say what they decode."""
         return []
 
+    @override
     async def generate(self, request: Request) -> Completion:
         """Answer a request in one call with all others made in the same turn of the event loop."""
         if self._call is None:
@@ -129,50 +143,22 @@ class RemoteRolloutEngine:
                 listener(num_done)
 
         on_done = tell_all if listeners else None
-        outcomes = self._group.run("rollout", "generate", sent, on_done=on_done)
         answers: dict[int, Completion] = {}
-        for part, outcome in zip(parts, outcomes):
+        for part, outcome in zip(parts, self._group.run("rollout", "generate", sent, on_done=on_done)):
             answers |= zip(part, outcome.value)
         self._num_tokens += sum(len(answer.token_ids) for answer in answers.values())
         return [answers[index] for index in range(len(requests))]
 
+    @override
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Let each replica take its trainer's weights."""
         self._group.run("rollout", "load_weights", update)
         self._version = update.version
 
-    async def release(self, trajectory: Trajectory) -> None:
-        """Do nothing: no cache is kept between two calls."""
-
-    async def pause(self, requests: PauseMode) -> None:
-        """Do nothing: between two calls the replicas answer nothing."""
-
-    async def resume(self) -> None:
-        """Do nothing, as `pause`."""
-
-    async def sleep(self) -> None:
-        """Do nothing: replicas free their caches when they have answered."""
-
-    async def wake(self) -> None:
-        """Do nothing, as `sleep`."""
-
-    async def start_profile(self, folder: Path) -> None:
-        """Do nothing: the profilers of the ranks capture their replicas."""
-
+    @override
     async def stop_profile(self) -> list[Path]:
-        """Return nothing, as `start_profile`."""
         return []
 
+    @override
     def stats(self) -> EngineStats:
         """Return what the controller knows of the replicas between two calls."""
-        return EngineStats(
-            running=0,
-            waiting=len(self._requests),
-            kept=0,
-            cache_share=0.0,
-            computed_tokens=0,
-            reused_tokens=0,
-            sampled_tokens=self._num_tokens,
-            tokens_per_s=0.0,
-            version=self._version,
-        )
+        return EngineStats(waiting=len(self._requests), sampled_tokens=self._num_tokens, version=self._version)

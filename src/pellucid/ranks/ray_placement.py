@@ -4,13 +4,14 @@ import contextlib
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from typing_extensions import override
 
+from pellucid import devices
 from pellucid.build import RoleName, Roles
 from pellucid.config import RunConfig
 from pellucid.console import console
@@ -20,11 +21,11 @@ from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.recording import RecordedRanks, start_unrecorded_children
 from pellucid.observe.request import ProcessRequest
 from pellucid.ranks.cluster import Cluster, Pool, plan_pools
-from pellucid.ranks.group import Member, WorkerGroup
-from pellucid.ranks.local import NanSentinel, Placement
+from pellucid.ranks.group import Answer, Member, WorkerGroup
+from pellucid.ranks.placement import Placement
 from pellucid.ranks.proxies import RemoteRole, RemoteRolloutEngine, RemoteSentinel
 from pellucid.ranks.wire import SharedMemory
-from pellucid.ranks.worker import RankSpec, RankWorker
+from pellucid.ranks.worker import RankSpec, RankWorker, this_machine
 
 
 class RayPlacement(Placement):
@@ -67,21 +68,20 @@ class RayPlacement(Placement):
                 self._meet(pool)
             ranks_on = dict(Counter(machine for group in self._groups.values() for machine in group.machines))
             for group in self._groups.values():
-                group.ask("share_cores", ranks_on)
-                group.ask("make_roles")
+                group.ask("make_roles", lambda rank: rank.make_roles(ranks_on))
                 group.align_clocks()
             self._opened = opened.pop_all()
         group_of: dict[RoleName, WorkerGroup] = {role: self._groups[pool.name] for pool in pools for role in pool.roles}
-        self.roles = self._proxies(group_of)
-        self.sentinel: NanSentinel | None = RemoteSentinel(group_of) if config.trainer.nan_sentinel else None
+        proxies: dict[str, Any] = {role: RemoteRole(role, group) for role, group in group_of.items()}
+        proxies |= {"rollout": RemoteRolloutEngine(group_of["rollout"]), "reference": proxies.pop("ref", None)}
+        self.roles = Roles(**proxies)
+        self.sentinel = RemoteSentinel(group_of) if config.trainer.nan_sentinel else None
         self.num_ranks = sum(pool.num_ranks for pool in pools)
         self.device = f"{self._cluster.device}, {self.num_ranks} ranks"
-        self._peak_flops: float | None = None
 
     def _start(self, pool: Pool, memory: SharedMemory, heartbeat: Callable[[], None]) -> WorkerGroup:
         """Start the pool's processes; each writes into a log of its own."""
         config = self._config
-        path = [str(Path(place).absolute()) for place in sys.path if place]
         threads = {"beside": 1, "control": 1, "saving": 1}
         as_actor: Any = ray.remote(concurrency_groups=threads)  # pyright: ignore[reportCallIssue]
         worker = as_actor(RankWorker)
@@ -104,7 +104,7 @@ class RayPlacement(Placement):
                 num_ranks=pool.num_ranks,
                 run_dir=self._run_dir.path.absolute(),
                 working_dir=Path.cwd(),
-                python_path=path,
+                python_path=[str(Path(place).absolute()) for place in sys.path if place],
                 config=config,
                 roles=pool.roles,
                 total_steps=self._total_steps,
@@ -127,53 +127,40 @@ class RayPlacement(Placement):
         """
         group = self._groups[pool.name]
         places = group.locate()
-        if group.all_here:
+        if set(group.machines) == {this_machine()}:
             point = f"file://{self._meeting / pool.name}"
         else:
             address, port = places[0]
             if (chosen := self._config.trainer.rendezvous_port) is not None:
                 port = chosen + list(self._groups).index(pool.name)  # pools may share their first machine
             point = f"tcp://{address}:{port}"
-        group.ask("join", point)
-
-    def _proxies(self, group_of: Mapping[RoleName, WorkerGroup]) -> Roles:
-        def proxy(role: RoleName) -> Any:
-            return RemoteRole(role, group_of[role]) if role in group_of else None
-
-        return Roles(
-            actor=proxy("actor"),
-            rollout=RemoteRolloutEngine(group_of["rollout"]),
-            reference=proxy("ref"),
-            critic=proxy("critic"),
-            reward_model=proxy("reward_model"),
-        )
+        group.ask("join", lambda rank: rank.join(point))
 
     @override
     def peak_flops(self) -> float:
-        if self._peak_flops is None:
-            self._peak_flops = sum(sum(group.ask("peak_flops")) for group in self._groups.values())
-        return self._peak_flops
+        return sum(self._ask_all("peak_flops", lambda rank: devices.peak_flops(rank.device, rank.dtype)))
 
     @override
     def memory_gb(self) -> dict[str, float]:
-        answers: list[dict[str, float]] = [
-            answer for group in self._groups.values() for answer in group.ask("memory_gb")
-        ]
+        answers = self._ask_all("memory_gb", lambda rank: devices.memory_gb(rank.device))
         names = answers[0].keys()
         largest = {name: max(answer[name] for answer in answers) for name in names}
         return largest | {"perf/cpu_memory_used_gb": sum(answer["perf/cpu_memory_used_gb"] for answer in answers)}
+
+    def _ask_all(self, what: str, work: Callable[[RankWorker], Answer]) -> list[Answer]:
+        return [answer for group in self._groups.values() for answer in group.ask(what, work)]
 
     @override
     def begin_profiled_step(self, step: int) -> None:
         for group in self._profiled_groups():
             group.captures = True
-            group.ask("begin_profiled_step", step)
+            group.ask("begin_profiled_step", lambda rank: rank.profiler.begin_step(step))
 
     @override
     def end_profiled_step(self, step: int, *, last: bool) -> None:
         for group in self._profiled_groups():
             if group.answers:
-                group.ask("end_profiled_step", step, last)
+                group.ask("end_profiled_step", lambda rank: rank.profiler.end_step(step, last=last))
                 group.captures = not last
 
     def _profiled_groups(self) -> list[WorkerGroup]:

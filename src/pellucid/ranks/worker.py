@@ -1,4 +1,4 @@
-"""One rank: a process that holds its shards of the roles' models and runs the roles' methods when the controller says
+"""A rank: the process that holds its shards of the roles' models and runs the roles' methods when the controller says
 so.
 
 Calls come from `WorkerGroup`. Every rank of a pool gets the same call with the same batch, runs its share of it, and
@@ -7,18 +7,15 @@ agrees with the others by collectives; rank 0 sends the results back.
 
 import dataclasses
 import faulthandler
-import functools
 import logging
 import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
-import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,24 +26,15 @@ import torch
 from torch.distributed import DistNetworkError, DistStoreError
 
 from pellucid import devices
-from pellucid.build import (
-    Compute,
-    RoleName,
-    Roles,
-    choose_policy_loss,
-    make_roles,
-    run_tokenizer,
-    torch_dtype,
-)
+from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles, run_tokenizer, torch_dtype
 from pellucid.config import RunConfig
 from pellucid.errors import UserError
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest
 from pellucid.observe.spans import SpanRecorder
-from pellucid.precision.finding import Finding
 from pellucid.precision.sentinel import Sentinel
 from pellucid.ranks.wire import Parcel, SharedMemory
-from pellucid.rollout.requests import Completion, Request, generate_all, run_sync
+from pellucid.rollout.requests import generate_all, run_sync
 from pellucid.stages import Probes, Stage
 from pellucid.training.sharding import join_ranks, leave_ranks
 
@@ -67,7 +55,7 @@ class RankSpec:
     """The controller's: relative paths of the config start there."""
     python_path: list[str]
     config: RunConfig
-    roles: tuple[RoleName, ...]
+    roles: Sequence[RoleName]
     total_steps: int
     device: str
     profile: ProcessRequest | None
@@ -100,41 +88,39 @@ class Progress:
     """Whether it writes what was captured of it, which may take long."""
     stack: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call under way."""
-
-    thread: int
-    role: RoleName
-    progress: Progress
+    def advance(self, num_done: int) -> None:
+        """Count samples that were just finished, or with 0 a sign of life."""
+        self.num_done += num_done
+        self.num_beats += 1
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a call gave; results are rank 0's, the rest every rank's own."""
+    """What a call gave."""
 
     value: Any = None
-    """A `Parcel` on its way, opened by the group."""
-    versions: dict[str, int] = field(default_factory=dict)
-    flops: dict[str, float] = field(default_factory=dict)
-    """Arithmetic of each role since the start, of all ranks together."""
+    """A `Parcel` on its way, opened by the group; None from all ranks but the first, save for what was sampled."""
+    version: int = 0
+    """Of the role's weights."""
+    flops: float = 0.0
+    """Arithmetic of the role since the start, of all ranks together."""
 
 
 class RankWorker:
-    """The rank's process; a Ray actor whose `control` methods answer while another one runs."""
+    """The rank's process; a Ray actor that answers `progress` while another method runs."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
-        self._roles, self._memory = Roles(), SharedMemory(ray)
-        self._calls: dict[int, _Call] = {}
-        """The calls under way, by number: at most one that samples and one that trains."""
+        self.roles, self._memory = Roles(), SharedMemory(ray)
+        self._calls: dict[int, tuple[int, RoleName, Progress]] = {}
+        """Thread, role and progress of the calls under way, by number: at most one that samples and one that trains."""
         self._num_threads = torch.get_num_threads()
         self._waits: list[Callable[[], None]] = []
         self._mistake = _missing_folder(spec)
-        folder = Path(tempfile.gettempdir()) if self._mistake else spec.log.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        self._log_file = (folder / spec.log.name).open("a", buffering=1)
+        if self._mistake:
+            return  # `where` says so
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_file = spec.log.open("a", buffering=1)
         for stream in (1, 2):
             os.dup2(self._log_file.fileno(), stream)
         logging.basicConfig(
@@ -144,20 +130,22 @@ class RankWorker:
         faulthandler.enable(self._log_file)
         # A C handler: it prints the stacks even while a thread holds the interpreter's lock.
         faulthandler.register(signal.SIGUSR1, self._log_file, all_threads=True)
-        if self._mistake:
-            return  # `where` says so
         os.chdir(spec.working_dir)
         sys.path += [place for place in spec.python_path if place not in sys.path]
         devices.keep_freed_memory()
         try:
-            self._device = devices.choose_device(spec.device)
+            self.device = devices.choose_device(spec.device)
         except UserError as error:
             self._mistake = error
             return
-        self._dtype = torch_dtype(spec.config.actor_rollout_ref.model.dtype)
-        self._spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json", spec.name)
-        self._profiler = ProcessProfiler(self._spans, spec.profile, log.warning)
-        self._sentinel = Sentinel() if spec.config.trainer.nan_sentinel else None
+        self.dtype = torch_dtype(spec.config.actor_rollout_ref.model.dtype)
+        self.spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json", spec.name)
+        self.profiler = ProcessProfiler(self.spans, spec.profile, log.warning)
+        self.sentinel = Sentinel() if spec.config.trainer.nan_sentinel else None
+
+    def ask(self, work: Callable[["RankWorker"], Any]) -> Any:
+        """Do what the controller asks for beside the roles' methods."""
+        return work(self)
 
     def where(self) -> tuple[str, str, int, int]:
         """Return which machine this is, its address, a port of it that is free, and the process id.
@@ -184,7 +172,7 @@ class RankWorker:
             # The controller's watch comes first: a collective gives up only when that is over.
             limit_s = spec.config.trainer.stall_timeout_s
             timeout_s = NO_LIMIT_S if limit_s is None else limit_s + 600.0
-            join_ranks(spec.rank, spec.num_ranks, init_method=meeting_point, device=self._device, timeout_s=timeout_s)
+            join_ranks(spec.rank, spec.num_ranks, init_method=meeting_point, device=self.device, timeout_s=timeout_s)
         except (DistNetworkError, DistStoreError) as error:
             raise UserError(
                 "trainer.rendezvous_port",
@@ -193,64 +181,25 @@ class RankWorker:
                 "picked.",
             ) from error
 
-    def share_cores(self, ranks_on: dict[str, int]) -> None:
-        """Take this rank's part of the machine's cores, given how many ranks of all pools each machine has."""
+    def make_roles(self, ranks_on: dict[str, int]) -> None:
+        """Load the models of the pool's roles and take this rank's shards of them, on its part of the machine's cores.
+
+        Args:
+            ranks_on: how many ranks of all pools each machine has.
+        """
+        spec, config = self._spec, self._spec.config
         self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks_on[this_machine()])
         torch.set_num_threads(self._num_threads)
-
-    def make_roles(self) -> None:
-        """Load the models of the pool's roles and take this rank's shards of them."""
-        spec, config = self._spec, self._spec.config
-        compute = Compute(
-            self._device,
-            self._dtype,
-            spec.num_ranks,
-            config.trainer.balance_batch,
-            probe=self._profiler if self._sentinel is None else Probes([self._profiler, self._sentinel]),
-        )
-        tokenizer = run_tokenizer(config)
-        with self._spans.span("make_roles"):
-            self._roles = make_roles(
-                config, spec.roles, tokenizer, choose_policy_loss(config), compute, spec.total_steps
+        probe = self.profiler if self.sentinel is None else Probes([self.profiler, self.sentinel])
+        compute = Compute(self.device, self.dtype, spec.num_ranks, config.trainer.balance_batch, probe=probe)
+        with self.spans.span("make_roles"):
+            self.roles = make_roles(
+                config, spec.roles, run_tokenizer(config), choose_policy_loss(config), compute, spec.total_steps
             )
-        self._profiler.models_of = self._roles.modules_of
-        if self._sentinel is not None:
-            self._sentinel.modules_of = self._roles.modules_of
+        self.profiler.models_of = self.roles.modules_of
+        if self.sentinel is not None:
+            self.sentinel.modules_of = self.roles.modules_of
         log.info("roles: %s", ", ".join(spec.roles))
-
-    def locate_nan(self, stage: Stage) -> None:
-        """Let the next call, a repetition of one that failed in `stage`, be searched for where it goes wrong."""
-        assert self._sentinel is not None
-        self._sentinel.locate(stage)
-
-    def take_finding(self) -> Finding | None:
-        """Return what this rank knows of the failure."""
-        assert self._sentinel is not None
-        return self._sentinel.take_finding()
-
-    def clock(self) -> float:
-        """Return this machine's time, in microseconds since 1970."""
-        return time.time_ns() / 1000
-
-    def set_clock(self, offset_us: float) -> None:
-        """Note by how much the controller's clock is ahead of this machine's."""
-        self._spans.set_clock(offset_us)
-
-    def begin_profiled_step(self, step: int) -> None:
-        """Begin with what is to be captured of a step."""
-        self._profiler.begin_step(step)
-
-    def end_profiled_step(self, step: int, last: bool) -> None:
-        """Write what was captured of it, after the `last` step also what the next one would share."""
-        self._profiler.end_step(step, last=last)
-
-    def peak_flops(self) -> float:
-        """Return this rank's peak FLOP/s."""
-        return devices.peak_flops(self._device, self._dtype)
-
-    def memory_gb(self) -> dict[str, float]:
-        """Return the memory of this process and its device."""
-        return devices.memory_gb(self._device)
 
     def run(self, number: int, role: RoleName, method: str, parcel: Parcel, stage: tuple[Stage, int] | None) -> Outcome:
         """Run a role's method as part of a stage of a step, and return what it gave.
@@ -266,54 +215,44 @@ class RankWorker:
             Exception: whatever the method raised; its traceback is in the log.
         """
         torch.set_num_threads(self._num_threads)  # of this thread: each has a number of its own
-        call = self._calls[number] = _Call(threading.get_ident(), role, Progress())
+        progress = Progress()
+        self._calls[number] = threading.get_ident(), role, progress
         arguments, options = self._memory.unpack(parcel)
         if options.pop("counts_samples", False):
-            options["on_done"] = functools.partial(_count, call.progress)
+            options["on_done"] = progress.advance
         try:
-            shown = self._spans.span(f"{role}.{method}") if stage is None else self._profiler.stage(*stage)
-            with shown, nullcontext() if self._sentinel is None else self._sentinel.watch(stage and stage[0]):
+            shown = self.spans.span(f"{role}.{method}") if stage is None else self.profiler.stage(*stage)
+            with shown, nullcontext() if self.sentinel is None else self.sentinel.watch(stage and stage[0]):
                 value = self._call(role, method, arguments, options)
         except BaseException:
             log.exception("%s.%s failed", role, method)
-            self._profiler.flush()  # what comes next may be the end of the process
+            self.profiler.flush()  # what comes next may be the end of the process
             raise
         finally:
             del self._calls[number]
-            self._spans.step_timings()
-        roles = {name: self._roles.named(name) for name in self._spec.roles if name != "rollout"}
-        return Outcome(
-            value=self._memory.pack(value) if self._spec.rank == 0 or role == "rollout" else None,
-            versions={name: each.version for name, each in roles.items()},
-            flops={name: each.engine.flops for name, each in roles.items()},
-        )
+            self.spans.step_timings()
+        if role == "rollout":
+            return Outcome(self._memory.pack(value))
+        each = self.roles.named(role)
+        return Outcome(self._memory.pack(value) if self._spec.rank == 0 else None, each.version, each.engine.flops)
 
     @ray.method(concurrency_group="beside")
-    def run_beside(
-        self, number: int, role: RoleName, method: str, parcel: Parcel, stage: tuple[Stage, int] | None
-    ) -> Outcome:
+    def run_beside(self, *call: Any) -> Outcome:
         """Do what `run` does, beside a call of it that may be under way."""
-        return self.run(number, role, method, parcel, stage)
+        return self.run(*call)
 
     def _call(self, role: RoleName, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        target = self._roles.named(role)
-        if method == "generate":
-            return self._generate(*arguments, **options)
+        target = self.roles.named(role)
+        if method == "generate":  # a list of requests for each rank
+            mine, on_progress = arguments[0][self._spec.rank], options.get("on_done")
+            requests = [dataclasses.replace(request, on_progress=on_progress) for request in mine]
+            return run_sync(generate_all(target, requests))
         if method == "load_weights":
             return run_sync(target.load_weights(*arguments))
         if method == "start_saving":
             self._waits.append(target.start_saving(*arguments))
             return None
         return getattr(target, method)(*arguments, **options)
-
-    def _generate(
-        self, requests: list[list[Request]], on_done: Callable[[int], None] | None = None
-    ) -> list[Completion]:
-        """Answer this rank's requests."""
-        engine = self._roles.rollout
-        assert engine is not None
-        mine = [dataclasses.replace(request, on_progress=on_done) for request in requests[self._spec.rank]]
-        return run_sync(generate_all(engine, mine))
 
     @ray.method(concurrency_group="saving")
     def wait_for_save(self) -> None:
@@ -325,29 +264,25 @@ class RankWorker:
     @ray.method(concurrency_group="control")
     def progress(self, number: int) -> Progress:
         """Return how far a call is that another thread runs."""
-        if (call := self._calls.get(number)) is None:
-            return Progress(writes=self._profiler.writing)
-        frames = traceback.extract_stack(sys._current_frames().get(call.thread))
+        if number not in self._calls:
+            return Progress(writes=self.profiler.writing)
+        thread, role, progress = self._calls[number]
+        frames = traceback.extract_stack(sys._current_frames().get(thread))
         return dataclasses.replace(
-            call.progress,
-            writes=self._profiler.writing,
-            in_hand=self._roles.named(call.role).in_hand,
+            progress,
+            writes=self.profiler.writing,
+            in_hand=self.roles.named(role).in_hand,
             stack="".join(traceback.format_list(frames[-8:])),
             waits=any(f"torch{os.sep}distributed" in frame.filename for frame in frames[-3:]),
         )
 
     def leave(self) -> None:
         """Leave the process group and close the files."""
-        self._profiler.flush()
+        self.profiler.flush()
         if self._spec.num_ranks > 1:
             leave_ranks()
-        self._spans.close()
+        self.spans.close()
         log.info("done")
-
-
-def _count(progress: Progress, num_done: int) -> None:
-    progress.num_done += num_done
-    progress.num_beats += 1
 
 
 def this_machine() -> str:

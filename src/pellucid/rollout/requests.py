@@ -108,21 +108,21 @@ class Completion:
 class EngineStats:
     """What an engine does at this moment, and what it has done since it was made."""
 
-    running: int
+    running: int = 0
     """Requests that are being decoded."""
-    waiting: int
-    kept: int
+    waiting: int = 0
+    kept: int = 0
     """Trajectories that may come back and whose cache is kept."""
-    cache_share: float
+    cache_share: float = 0
     """Share of the allocated cache that holds tokens."""
-    computed_tokens: int
+    computed_tokens: int = 0
     """Tokens before answers that were run through the model."""
-    reused_tokens: int
+    reused_tokens: int = 0
     """Tokens before answers that were found in the cache."""
-    sampled_tokens: int
-    tokens_per_s: float
+    sampled_tokens: int = 0
+    tokens_per_s: float = 0
     """Sampled tokens over the seconds in which the engine decoded."""
-    version: int
+    version: int = 0
     """Version of the weights that the next token will be drawn from."""
 
 
@@ -136,7 +136,10 @@ class WeightUpdate:
 
 
 class RolloutEngine(Protocol):
-    """Continues token sequences with samples from the policy. Many requests at once are many awaits."""
+    """Continues token sequences with samples from the policy. Many requests at once are many awaits.
+
+    An engine that keeps nothing between requests inherits `pause`, `sleep` and their like, which then do nothing.
+    """
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -159,7 +162,6 @@ class RolloutEngine(Protocol):
 
     async def release(self, trajectory: Trajectory) -> None:
         """Forget the cache kept for a trajectory, which has ended; nothing where none is kept."""
-        ...
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Sample from new weights from the next token on; running requests go on with them.
@@ -180,23 +182,18 @@ class RolloutEngine(Protocol):
             requests: what happens to those under way: `finish` returns when the running ones are answered, `keep`
                 leaves all as they are, and `abort` answers all, waiting ones too, with what was drawn so far.
         """
-        ...
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        ...
 
     async def sleep(self) -> None:
         """Give the cache's memory back, kept trajectories included. No request may be running."""
-        ...
 
     async def wake(self) -> None:
         """Undo `sleep`."""
-        ...
 
     async def start_profile(self, folder: Path) -> None:
         """Record a trace of the engine's own processes, to be written into `folder`."""
-        ...
 
     async def stop_profile(self) -> list[Path]:
         """End the trace and return its files."""

@@ -1,8 +1,7 @@
-"""The placement of one process: the roles are the objects themselves."""
+"""What a run asks of its roles and the processes they run in, and the placement of one process."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
@@ -13,27 +12,11 @@ from pellucid.build import Compute, RoleName, Roles, make_roles, torch_dtype
 from pellucid.config import RunConfig
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest
-from pellucid.precision.finding import Finding
 from pellucid.precision.sentinel import Sentinel
-from pellucid.stages import Probes, Stage
+from pellucid.stages import Probes
 
-
-class NanSentinel(Protocol):
-    """What a run asks of the NaN sentinel of its processes; `precision.sentinel.Sentinel` is the one of this
-    process.
-    """
-
-    def watch(self, stage: Stage | None) -> AbstractContextManager[None]:
-        """Return a context round a stage, which raises `NonFiniteError` where something in it is not finite."""
-        ...
-
-    def locate(self, stage: Stage) -> None:
-        """Let the next stage, a repetition of one that failed, be searched for where it goes wrong."""
-        ...
-
-    def take_finding(self) -> Finding | None:
-        """Return what is known of the failure, and watch as before from now on."""
-        ...
+if TYPE_CHECKING:  # imports ray
+    from pellucid.ranks.proxies import RemoteSentinel
 
 
 class Placement(Protocol):
@@ -46,7 +29,7 @@ class Placement(Protocol):
     """Kind of device, for the run's record."""
     profile_requests: list[ProcessRequest]
     """What the processes beside this one are asked to capture."""
-    sentinel: NanSentinel | None
+    sentinel: "Sentinel | RemoteSentinel | None"
     """Watches the stages for NaN and Inf, with `trainer.nan_sentinel`."""
 
     def peak_flops(self) -> float:
@@ -65,15 +48,12 @@ class Placement(Protocol):
 
     def begin_profiled_step(self, step: int) -> None:
         """Let the processes beside this one begin with what they are to capture of a step."""
-        ...
 
     def end_profiled_step(self, step: int, *, last: bool) -> None:
         """Let them write it, as far as they are alive; after the `last` step also what the next one would share."""
-        ...
 
     def close(self) -> None:
-        """End the processes."""
-        ...
+        """End the processes beside this one."""
 
 
 class LocalPlacement(Placement):
@@ -94,14 +74,13 @@ class LocalPlacement(Placement):
         devices.keep_freed_memory()
         self._device = devices.choose_device(config.trainer.device)
         self._dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
-        sentinel = Sentinel() if config.trainer.nan_sentinel else None
-        self.sentinel: NanSentinel | None = sentinel
-        probe = profiler if sentinel is None else Probes([profiler, sentinel])
+        self.sentinel = Sentinel() if config.trainer.nan_sentinel else None
+        probe = profiler if self.sentinel is None else Probes([profiler, self.sentinel])
         compute = Compute(self._device, self._dtype, probe=probe)
         self.roles = make_roles(config, roles, tokenizer, policy_loss, compute, total_steps)
         profiler.models_of = self.roles.modules_of
-        if sentinel is not None:
-            sentinel.modules_of = self.roles.modules_of
+        if self.sentinel is not None:
+            self.sentinel.modules_of = self.roles.modules_of
         self.device, self.profile_requests = str(self._device), []
 
     @override
@@ -115,15 +94,3 @@ class LocalPlacement(Placement):
     @override
     def in_hand(self) -> list[str]:
         return self.roles.in_hand()
-
-    @override
-    def begin_profiled_step(self, step: int) -> None:
-        """Do nothing: there is no process beside this one."""
-
-    @override
-    def end_profiled_step(self, step: int, *, last: bool) -> None:
-        """Do nothing: there is no process beside this one."""
-
-    @override
-    def close(self) -> None:
-        """Do nothing: there is no process to end."""
