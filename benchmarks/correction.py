@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from common import report
-from pellucid.algo.correction import correct
-from pellucid.algo.mismatch import log_bounds
+from pellucid.algo.correction import correct, log_bounds
 from pellucid.config.schema.algorithm import AlgorithmConfig, RejectionRuleConfig
 from pellucid.devices import keep_freed_memory
 

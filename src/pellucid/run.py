@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pellucid import devices
 from pellucid.algo.advantages import Estimator
-from pellucid.algo.kl import KLController, make_kl_controller
+from pellucid.algo.kl import KLControl
 from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.build import (
     RoleName,
@@ -151,7 +151,7 @@ class RlRun(Run):
     """Samples what is trained on; under `rollout.simulate_mismatch` not quite from the trained policy."""
     rewards: Rewards
     estimator: Estimator
-    kl_control: KLController
+    kl_control: KLControl
     warned: set[str] = field(default_factory=set)
     """Metrics of which it was said that they left their healthy range."""
 
@@ -295,7 +295,7 @@ def build_rl_run(
         rollout_engine=roles.rollout if roles.mismatch is None else roles.mismatch.engine,
         rewards=Rewards(config.reward_model, inputs.scorer, roles.reward_model, max_length, run.spans.record_call),
         estimator=inputs.estimator,
-        kl_control=make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon),
+        kl_control=KLControl(control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon),
     )
 
 

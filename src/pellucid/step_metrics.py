@@ -6,8 +6,7 @@ Called by `learn.py` and the loop with a step's batch; every name is defined in 
 import numpy as np
 import torch
 
-from pellucid.algo.correction import correct
-from pellucid.algo.mismatch import out_of_range
+from pellucid.algo.correction import correct, out_of_range
 from pellucid.console import notice
 from pellucid.run import RlRun, Run
 from pellucid.stages import Stage

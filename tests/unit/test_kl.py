@@ -9,7 +9,7 @@ from algo_cases import noise, noise64, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.algo.kl import AdaptiveKL, FixedKL, kl_penalty, make_kl_controller
+from pellucid.algo.kl import KLControl, kl_penalty
 
 KL = {
     "kl": lambda q, p: q - p,
@@ -139,9 +139,8 @@ def test_unknown_kinds(kind):
 
 
 def test_fixed_control_stays():
-    control = make_kl_controller("fixed", 0.02, target=0.1, horizon=100)
+    control = KLControl(0.02)
     control.update(5.0, 64)
-    assert isinstance(control, FixedKL)
     assert control.coef == 0.02
     control.load_state_dict({"coef": 9.0})  # of an adaptive one: the config's coefficient holds
     assert control.coef == 0.02 and control.state_dict() == {}
@@ -154,7 +153,7 @@ def test_fixed_control_stays():
     horizon=st.integers(1000, 20000),
 )
 def test_adaptive_control_is_its_definition(steps, target, horizon):
-    control, coef = make_kl_controller("adaptive", 0.05, target, horizon), 0.05
+    control, coef = KLControl(0.05, target, horizon), 0.05
     for kl, num_samples in steps:
         control.update(kl, num_samples)
         coef = coef * (1 + max(-0.2, min(0.2, kl / target - 1)) * num_samples / horizon)
@@ -162,7 +161,7 @@ def test_adaptive_control_is_its_definition(steps, target, horizon):
 
 
 def test_adaptive_control_steers_towards_its_target():
-    above, below, at = (AdaptiveKL(1.0, target=0.1, horizon=1000) for _ in range(3))
+    above, below, at = (KLControl(1.0, target=0.1, horizon=1000) for _ in range(3))
     above.update(5.0, 100)
     below.update(0.0, 100)
     at.update(0.1, 100)
@@ -170,14 +169,9 @@ def test_adaptive_control_steers_towards_its_target():
 
 
 def test_adaptive_control_resumes():
-    control, resumed = AdaptiveKL(1.0, 0.1, 1000), AdaptiveKL(0.5, 0.1, 1000)
+    control, resumed = KLControl(1.0, 0.1, 1000), KLControl(0.5, 0.1, 1000)
     control.update(5.0, 100)
     resumed.load_state_dict(control.state_dict())
     assert resumed == control
-    resumed.load_state_dict(FixedKL(3.0).state_dict())
+    resumed.load_state_dict(KLControl(3.0).state_dict())
     assert resumed == control
-
-
-def test_unknown_control():
-    with pytest.raises(ValueError, match="linear"):
-        make_kl_controller("linear", 0.1, 0.1, 100)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pellucid.algo.shaping import overlong_penalty
+from pellucid.reward.rewards import overlong_penalty
 
 
 def by_hand(length, max_length, buffer_length, factor):
@@ -24,8 +24,3 @@ def test_penalty_is_its_definition(max_length, buffer_length, factor):
         pytest.approx(by_hand(n, max_length, buffer_length, factor), abs=1e-6) for n in range(30)
     ]
     assert (penalty <= 0).all()
-
-
-def test_a_buffer_of_nothing():
-    with pytest.raises(ValueError, match="buffer_length"):
-        overlong_penalty(torch.tensor([3]), 20, 0, 1.0)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Need = Literal["values", "groups", "greedy_scores", "reward_components"]
-ARGUMENTS = ("values", "greedy_scores", "reward_components", "component_weights")
+Need = Literal["values", "groups", "greedy_scores", "reward_components", "component_weights"]
+ARGUMENTS: tuple[Need, ...] = ("values", "greedy_scores", "reward_components", "component_weights")
 """Names of what an estimator may take beside its `AdvantageInputs`; a parameter of that name asks for it."""
 
 
@@ -25,15 +25,14 @@ class EstimatorEntry:
     """`module:name`; the formula and its paper are in the function's docstring."""
     needs: frozenset[Need] = frozenset()
     """`values`: the critic's value of each token. `groups`: several samples a prompt. `greedy_scores`: the reward of
-    the greedy response to each prompt. `reward_components`: the parts of each reward, and their weights."""
+    the greedy response to each prompt. `reward_components`, `component_weights`: the parts of each reward."""
     settings: frozenset[str] = frozenset()
     """Keys of section `algorithm` that the function reads."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of what the function takes beside its `AdvantageInputs`, in the order of `ARGUMENTS`."""
-        wanted = self.needs | ({"component_weights"} if "reward_components" in self.needs else set())
-        return tuple(name for name in ARGUMENTS if name in wanted)
+        """Names of what the function takes beside its `AdvantageInputs`."""
+        return tuple(name for name in ARGUMENTS if name in self.needs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,9 @@ ESTIMATORS: dict[str, EstimatorEntry] = {
     "remax": _estimator("remax", "greedy_scores"),
     "opo": _estimator("opo", "groups"),
     "gpg": _estimator("gpg", "groups"),
-    "gdpo": _estimator("gdpo", "groups", "reward_components", settings=(*_BY_STD, "gdpo_reward_weights")),
+    "gdpo": _estimator(
+        "gdpo", "groups", "reward_components", "component_weights", settings=(*_BY_STD, "gdpo_reward_weights")
+    ),
 }
 
 
@@ -98,9 +99,8 @@ def estimator_entry(name: str) -> EstimatorEntry:
     """Return the entry of a built-in estimator, or of a user's own by the names of its function's parameters."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    needs: tuple[Need, ...] = ("values", "greedy_scores", "reward_components")
     parameters = _parameters(name)
-    return EstimatorEntry(name, frozenset(need for need in needs if need in parameters))
+    return EstimatorEntry(name, frozenset(need for need in ARGUMENTS if need in parameters))
 
 
 def loss_entry(name: str) -> LossEntry:

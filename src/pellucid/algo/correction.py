@@ -1,7 +1,8 @@
 """Rollout correction: importance weights π_old / π_rollout, their bounds, the veto, rejection, and every metric of it.
 
 The step calls `correct` once with the batch's [B, T] log-probs. In bypass mode the actor calls `weigh` for each
-micro-batch. Keys are those of config section `algorithm`; tokens outside the mask may hold anything.
+micro-batch. Keys are those of config section `algorithm`; names and formulas of the metrics are those of
+`docs/metrics.md`. Tokens outside the mask may hold anything.
 
 Source: "When Speed Kills Stability: Demystifying RL Collapse from the Inference-Training Mismatch" (Liu, Li et al.,
 2025).
@@ -10,22 +11,11 @@ Source: "When Speed Kills Stability: Demystifying RL Collapse from the Inference
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from pellucid.algo.mismatch import (
-    MAX_EXPONENT,
-    MAX_LOG_RATIO,
-    GapSums,
-    RatioSums,
-    gap_metrics,
-    log_bounds,
-    of_level,
-    outside,
-    ratio_metrics,
-)
 
 if TYPE_CHECKING:
     from pellucid.config.schema.algorithm import AlgorithmConfig, RejectionRuleConfig
@@ -33,6 +23,12 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 2**14
 """Most tokens of a block of rows: its float64 temporaries stay in the cache, and torch takes one thread for each
 operation, so that blocks are worked on side by side without waiting for each other."""
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ±20 before they are exponentiated."""
+MAX_EXPONENT = 600.0
+"""Largest exponent of a divergence or perplexity: e^600 summed over a batch still fits float64."""
+PERCENTILES = (25, 50, 75, 95, 99)
+Values = TypeVar("Values", Tensor, np.ndarray)
 
 
 @dataclass(slots=True)
@@ -59,43 +55,41 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, algorithm: "Al
         mask: [B, T] bool, holes allowed.
         algorithm: bounds, level, mode, veto, normalisation and rejection rules.
     """
-    level, measures = algorithm.rollout_is_level, _measures(algorithm)
+    level = algorithm.rollout_is_level
+    measures = algorithm.rollout_is_threshold is not None or bool(algorithm.rollout_rs)
     weights = None if algorithm.rollout_is_threshold is None else torch.zeros(mask.shape, device=mask.device)
     kept = torch.zeros_like(mask)
     if not mask.any():
         return Correction(weights, kept, {})
 
     @torch.no_grad()
-    def work_on(rows: slice) -> tuple[GapSums, RatioSums | None, Tensor]:
-        gaps = _Gaps.of(old_logp[rows], rollout_logp[rows], mask[rows])
+    def work_on(rows: slice) -> tuple[GapSums[Tensor], RatioSums | None, Tensor]:
+        gaps = _gaps(old_logp[rows], rollout_logp[rows], mask[rows])
         kept[rows] = gaps.possible
-        sums = GapSums.of(old_logp[rows], gaps.gap, gaps.growth, gaps.usable, mask[rows])
+        none = gaps.gap.new_empty(0)
         if not measures:
-            return sums, None, gaps.gap.new_empty(0)
-        block = _Weights.of(gaps, algorithm)
+            return _gap_sums(gaps, old_logp[rows]), None, none
+        block = _weights(gaps, algorithm)
         kept[rows] = block.kept
         if weights is not None:
             weights[rows] = block.weights.float()
-        return sums, block.sums(gaps), gaps.gap[gaps.usable].float() if level == "token" else gaps.gap.new_empty(0)
+        token_gaps = gaps.gap[gaps.usable].float() if level == "token" else none
+        return _gap_sums(gaps, old_logp[rows]), _ratio_sums(gaps, block), token_gaps
 
     num_rows = max(1, BLOCK_TOKENS // mask.shape[1])
     blocks = [slice(start, start + num_rows) for start in range(0, len(mask), num_rows)]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         gaps, ratios, token_gaps = zip(*pool.map(work_on, blocks))
-    gap_sums = GapSums(*map(torch.cat, zip(*gaps)))
-    metrics = gap_metrics(gap_sums)
+    gap_sums = GapSums(*(torch.cat(sums).numpy(force=True) for sums in zip(*gaps)))
+    metrics = _gap_metrics(gap_sums)
     if measures:
         ratio_sums = RatioSums(*map(torch.cat, zip(*ratios)))
-        normaliser = ratio_sums.mean_weight(level) if algorithm.rollout_is_batch_normalize else 1.0
+        normaliser = _mean_weight(ratio_sums, level) if algorithm.rollout_is_batch_normalize else 1.0
         if weights is not None:
             weights /= normaliser
         if gap_sums.num_tokens.any():
             tokens = torch.cat(token_gaps).numpy(force=True)
-            metrics |= ratio_metrics(gap_sums, ratio_sums, tokens, _bounds(algorithm), level, normaliser)
-            if algorithm.rollout_is_mode == "truncate":
-                del metrics["mismatch/rollout_is_clipped_fraction"]
-            if algorithm.rollout_rs:
-                metrics |= _rejection_metrics(gap_sums.num_tokens, ratio_sums.num_kept)
+            metrics |= _ratio_metrics(gap_sums, ratio_sums, tokens, algorithm, normaliser)
     return Correction(weights, kept, metrics)
 
 
@@ -104,7 +98,7 @@ def weigh(
     old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, algorithm: "AlgorithmConfig"
 ) -> tuple[Tensor | None, Tensor]:
     """Return `Correction.weights`, not normalised, and `Correction.mask` alone, for the rows of a micro-batch."""
-    block = _Weights.of(_Gaps.of(old_logp, rollout_logp, mask), algorithm)
+    block = _weights(_gaps(old_logp, rollout_logp, mask), algorithm)
     return (None if algorithm.rollout_is_threshold is None else block.weights.float()), block.kept
 
 
@@ -123,17 +117,10 @@ def geometric_mean_weights(weights: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, mean.exp().to(weights.dtype), 0.0)
 
 
-def _measures(algorithm: "AlgorithmConfig") -> bool:
-    """Tell whether the config asks for weights or rejection, so that the ratio's own metrics are reported."""
-    return algorithm.rollout_is_threshold is not None or bool(algorithm.rollout_rs)
+# --- Of some rows: log-ratios, weights, and their sums ---------------------------------------------------------------
 
 
-def _bounds(algorithm: "AlgorithmConfig") -> tuple[float, float]:
-    return log_bounds(algorithm.rollout_is_threshold_lower, algorithm.rollout_is_threshold)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gaps:
+class _Gaps(NamedTuple):
     """The log-ratios ℓ = old_logp − rollout_logp of some rows; a token whose ℓ is not finite counts nowhere."""
 
     raw: Tensor
@@ -148,17 +135,16 @@ class _Gaps:
     possible: Tensor
     """[b, T] bool: the mask without tokens of probability 0; a NaN stays, to be found."""
 
-    @classmethod
-    def of(cls, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> "_Gaps":
-        raw = old_logp.double() - rollout_logp
-        usable = mask & raw.isfinite()
-        possible = mask & (old_logp != -math.inf) & (rollout_logp != -math.inf)
-        gap = raw.masked_fill(~usable, 0.0)
-        return cls(raw, gap, torch.expm1(gap.clamp(max=MAX_EXPONENT)), usable, mask, possible)
+
+def _gaps(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> _Gaps:
+    raw = old_logp.double() - rollout_logp
+    usable = mask & raw.isfinite()
+    possible = mask & (old_logp != -math.inf) & (rollout_logp != -math.inf)
+    gap = raw.masked_fill(~usable, 0.0)
+    return _Gaps(raw, gap, torch.expm1(gap.clamp(max=MAX_EXPONENT)), usable, mask, possible)
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
+class _Weights(NamedTuple):
     """The correction of some rows."""
 
     catastrophic: Tensor
@@ -173,41 +159,25 @@ class _Weights:
     weights: Tensor
     """[b, T] float64, 0 outside `kept`, NaN where ℓ is NaN; not normalised."""
 
-    @classmethod
-    def of(cls, gaps: _Gaps, algorithm: "AlgorithmConfig") -> "_Weights":
-        kept, veto, level = gaps.possible, algorithm.rollout_is_veto_threshold, algorithm.rollout_is_level
-        catastrophic = gaps.mask & (gaps.raw < (-math.inf if veto is None else math.log(veto)))
-        for rule in algorithm.rollout_rs:
-            kept = kept & _keeps(gaps, rule, algorithm.rollout_rs_threshold)
-        if level == "token":
-            log_ratio, growth = gaps.gap, gaps.growth
-        else:
-            log_ratio = of_level(gaps.gap.sum(dim=1, keepdim=True), gaps.usable.sum(dim=1, keepdim=True), level)
-            growth = torch.expm1(log_ratio.clamp(max=MAX_EXPONENT))
-        excess = growth.clamp(math.expm1(-MAX_LOG_RATIO), math.expm1(MAX_LOG_RATIO))
-        low, high = outside(log_ratio, _bounds(algorithm))
-        if algorithm.rollout_is_mode == "truncate":
-            weights = (excess + 1.0).clamp(max=algorithm.rollout_is_threshold or math.inf)
-        else:
-            weights = (excess + 1.0).masked_fill(low | high, 0.0)
-        weights = torch.where(kept & ~catastrophic.any(dim=1, keepdim=True), weights, 0.0)
-        weights = weights.masked_fill(kept & ~gaps.usable, math.nan)
-        return cls(catastrophic, kept, excess, low, high, weights)
 
-    def sums(self, gaps: _Gaps) -> RatioSums:
-        """Return the sums of the rows that the metrics are made of."""
-        left = self.kept & gaps.usable
-        applied = (self.weights - 1.0).masked_fill(~left, 0.0)
-        excess, low, high = (
-            (values * gaps.usable).sum(dim=1, dtype=torch.float64) for values in (self.excess, self.low, self.high)
-        )
-        return RatioSums(
-            excess, low, high,
-            num_catastrophic=self.catastrophic.sum(dim=1).double(),
-            num_kept=left.sum(dim=1).double(),
-            applied=applied.sum(dim=1),
-            applied_square=applied.square().sum(dim=1),
-        )  # fmt: skip
+def _weights(gaps: _Gaps, algorithm: "AlgorithmConfig") -> _Weights:
+    kept, veto, level = gaps.possible, algorithm.rollout_is_veto_threshold, algorithm.rollout_is_level
+    catastrophic = gaps.mask & (gaps.raw < (-math.inf if veto is None else math.log(veto)))
+    for rule in algorithm.rollout_rs:
+        kept = kept & _keeps(gaps, rule, algorithm.rollout_rs_threshold)
+    log_ratio, growth = gaps.gap, gaps.growth
+    if level != "token":
+        log_ratio = _of_level(gaps.gap.sum(dim=1, keepdim=True), gaps.usable.sum(dim=1, keepdim=True), level)
+        growth = torch.expm1(log_ratio.clamp(max=MAX_EXPONENT))
+    excess = growth.clamp(math.expm1(-MAX_LOG_RATIO), math.expm1(MAX_LOG_RATIO))
+    low, high = _outside(log_ratio, _bounds(algorithm))
+    if algorithm.rollout_is_mode == "truncate":
+        weights = (excess + 1.0).clamp(max=algorithm.rollout_is_threshold or math.inf)
+    else:
+        weights = (excess + 1.0).masked_fill(low | high, 0.0)
+    weights = torch.where(kept & ~catastrophic.any(dim=1, keepdim=True), weights, 0.0)
+    weights = weights.masked_fill(kept & ~gaps.usable, math.nan)
+    return _Weights(catastrophic, kept, excess, low, high, weights)
 
 
 def _keeps(gaps: _Gaps, rule: "RejectionRuleConfig", shared_upper: float | None) -> Tensor:
@@ -215,37 +185,288 @@ def _keeps(gaps: _Gaps, rule: "RejectionRuleConfig", shared_upper: float | None)
 
     `k1` bounds the ratio e^ℓ: of the token, of the sum or mean of ℓ over the sequence, or of each of its tokens.
     `k2` = ½ℓ² and `k3` = e^ℓ − ℓ − 1 have an upper bound only.
-
-    Raises:
-        ValueError: an unknown statistic or level.
     """
-    gap, usable = gaps.gap, gaps.usable
-    upper = rule.upper if rule.upper is not None else shared_upper
-    bounds = (-math.inf, math.inf if upper is None else upper)
-    if rule.statistic == "k1":
-        value, bounds = gap, log_bounds(rule.lower, upper)
-    elif rule.statistic == "k2":
-        value = 0.5 * gap.square()
-    elif rule.statistic == "k3":
-        value = gaps.growth - gap
-    else:
-        raise ValueError(f"unknown rejection statistic '{rule.statistic}'")
-    if rule.level == "seq_sum":
-        value = value.sum(dim=1, keepdim=True)
-    elif rule.level == "seq_mean":
-        value = value.sum(dim=1, keepdim=True) / usable.sum(dim=1, keepdim=True).clamp(min=1)
-    elif rule.level not in ("token", "seq_max"):
-        raise ValueError(f"unknown rejection level '{rule.level}'")
-    low, high = outside(value, bounds)
+    gap, upper = gaps.gap, rule.upper if rule.upper is not None else shared_upper
+    value, bounds = gap, log_bounds(rule.lower, upper)
+    if rule.statistic != "k1":
+        value = 0.5 * gap.square() if rule.statistic == "k2" else gaps.growth - gap
+        bounds = (-math.inf, math.inf if upper is None else upper)
     if rule.level in ("seq_sum", "seq_mean"):
+        value = value.sum(dim=1, keepdim=True)
+        if rule.level == "seq_mean":
+            value = value / gaps.usable.sum(dim=1, keepdim=True).clamp(min=1)
+        low, high = _outside(value, bounds)
         return ~(low | high)
-    rejected = usable & (low | high)
+    low, high = _outside(value, bounds)
+    rejected = gaps.usable & (low | high)
     return ~rejected if rule.level == "token" else ~rejected.any(dim=1, keepdim=True)
 
 
-def _rejection_metrics(num_tokens: Tensor, num_kept: Tensor) -> dict[str, float]:
-    rejected, num_rows = num_tokens - num_kept, float((num_tokens > 0).sum())
-    return {
-        "mismatch/rollout_rs_masked_fraction": float(rejected.sum() / num_tokens.sum()),
-        "mismatch/rollout_rs_seq_masked_fraction": float((rejected > 0).sum()) / num_rows,
+class GapSums(NamedTuple, Generic[Values]):
+    """Sums of ℓ over each row's tokens of finite ℓ: one [b] float64 array a field."""
+
+    num_tokens: Values
+    num_impossible: Values
+    """Tokens whose ℓ is not finite: a probability of 0 or a NaN under either policy."""
+    old_logp: Values
+    gap: Values
+    gap_abs: Values
+    k3: Values
+    """Σ e^ℓ − ℓ − 1."""
+    gap_min: Values
+    gap_max: Values
+
+
+def _gap_sums(gaps: _Gaps, old_logp: Tensor) -> GapSums[Tensor]:
+    gap, usable, num_tokens = gaps.gap, gaps.usable, gaps.usable.sum(dim=1)
+    return GapSums(
+        num_tokens=num_tokens.double(),
+        num_impossible=(gaps.mask.sum(dim=1) - num_tokens).double(),
+        old_logp=old_logp.masked_fill(~usable, 0.0).sum(dim=1, dtype=torch.float64),
+        gap=gap.sum(dim=1),
+        gap_abs=gap.abs().sum(dim=1),
+        k3=(gaps.growth - gap).sum(dim=1),
+        gap_min=gap.masked_fill(~usable, math.inf).amin(dim=1),
+        gap_max=gap.masked_fill(~usable, -math.inf).amax(dim=1),
+    )
+
+
+class RatioSums(NamedTuple):
+    """Sums over each row's tokens of finite ℓ, of the chosen level's ratio r and the applied weight w: [b] each.
+
+    Those of r and w are taken of r − 1 and w − 1, to keep the digits of ratios near 1.
+    """
+
+    excess: Tensor
+    """Σ r − 1."""
+    num_low: Tensor
+    """Tokens whose ratio is below the lower bound."""
+    num_high: Tensor
+    num_catastrophic: Tensor
+    """Tokens below the veto threshold, those of probability 0 under the training policy included."""
+    num_kept: Tensor
+    """Tokens that the rejection rules leave."""
+    applied: Tensor
+    """Σ w − 1 over the tokens that are left, before normalisation."""
+    applied_square: Tensor
+    """Σ (w − 1)² over the same."""
+
+
+def _ratio_sums(gaps: _Gaps, block: _Weights) -> RatioSums:
+    left = block.kept & gaps.usable
+    applied = (block.weights - 1.0).masked_fill(~left, 0.0)
+    excess, low, high = (
+        (values * gaps.usable).sum(dim=1, dtype=torch.float64) for values in (block.excess, block.low, block.high)
+    )
+    return RatioSums(
+        excess,
+        low,
+        high,
+        num_catastrophic=block.catastrophic.sum(dim=1).double(),
+        num_kept=left.sum(dim=1).double(),
+        applied=applied.sum(dim=1),
+        applied_square=applied.square().sum(dim=1),
+    )
+
+
+def _mean_weight(ratios: RatioSums, level: str) -> float:
+    """Return the mean weight over what is left, tokens (level token) or sequences; 1 where it is 0."""
+    left = ratios.num_kept > 0
+    num_kept, applied = ratios.num_kept[left], ratios.applied[left]
+    if level == "token":
+        excess = applied.sum() / num_kept.sum().clamp(min=1)
+    else:
+        excess = (applied / num_kept).sum() / max(1, len(num_kept))
+    return 1.0 + float(excess) or 1.0
+
+
+# --- Of the batch: metrics from the sums -----------------------------------------------------------------------------
+
+
+def _gap_metrics(sums: GapSums[np.ndarray]) -> dict[str, float]:
+    """Return the `mismatch/mismatch_*` and `mismatch/logp_*` metrics of a batch; no tokens, no metrics."""
+    num_impossible = float(sums.num_impossible.sum())
+    num_tokens, _, old_logp, gap, gap_abs, k3, gap_min, gap_max = (x[sums.num_tokens > 0] for x in sums)
+    if not len(num_tokens):
+        return {"mismatch/num_impossible_tokens": num_impossible} if num_impossible else {}
+    total = num_tokens.sum()
+    log_ppl = -old_logp / num_tokens
+    difference = -gap / num_tokens  # mean rollout_logp − mean old_logp
+    rollout_log_ppl = log_ppl - difference
+    values = {
+        "mismatch_kl": -gap.sum() / total,
+        "mismatch_k3_kl": k3.sum() / total,
+        "mismatch_training_ppl": _exp(log_ppl).mean(),
+        "mismatch_rollout_ppl": _exp(rollout_log_ppl).mean(),
+        "mismatch_ppl_ratio": _exp(difference).mean(),
+        "mismatch_log_ppl_diff": difference.mean(),
+        "mismatch_log_ppl_abs_diff": np.abs(difference).mean(),
+        "mismatch_log_ppl_diff_max": difference.max(),
+        "mismatch_log_ppl_diff_min": difference.min(),
+        "mismatch_training_log_ppl": log_ppl.mean(),
+        "mismatch_rollout_log_ppl": rollout_log_ppl.mean(),
+        "logp_max_abs_diff": max(-gap_min.min(), gap_max.max()),
+        "logp_mean_abs_diff": gap_abs.sum() / total,
+        "num_impossible_tokens": num_impossible,
     }
+    return {f"mismatch/{name}": float(value) for name, value in values.items()}
+
+
+def _ratio_metrics(
+    gaps: GapSums[np.ndarray],
+    ratios: RatioSums,
+    token_gaps: np.ndarray,
+    algorithm: "AlgorithmConfig",
+    normaliser: float,
+) -> dict[str, float]:
+    """Return the `mismatch/rollout_is_*` and `mismatch/rollout_rs_*` metrics of a batch that has a token.
+
+    Args:
+        gaps: the sums of ℓ.
+        ratios: the sums of the ratio and of the weights.
+        token_gaps: [N] float32 ℓ of every token, which are reordered; read at level token alone.
+        algorithm: bounds, level, mode and rejection rules.
+        normaliser: what the weights were divided by.
+    """
+    total, num_kept, level = float(gaps.num_tokens.sum()), float(ratios.num_kept.sum()), algorithm.rollout_is_level
+    applied, applied_square = (float(x.sum()) / max(1.0, num_kept) for x in (ratios.applied, ratios.applied_square))
+    variance = max(0.0, applied_square - applied**2)
+    mean_square = (1.0 + applied) ** 2 if num_kept else 0.0
+    num_low, num_high = float(ratios.num_low.sum()), float(ratios.num_high.sum())
+    num_rows = np.count_nonzero(gaps.num_tokens + gaps.num_impossible)
+    values = {
+        "mean": 1.0 + float(ratios.excess.sum()) / total,
+        "std": math.sqrt(variance) / normaliser,
+        "eff_sample_size": mean_square / (mean_square + variance) if mean_square else 0.0,  # 1 / mean((w / mean w)²)
+        "ratio_fraction_low": num_low / total,
+        "ratio_fraction_high": num_high / total,
+        "veto_fraction": int(ratios.num_catastrophic.count_nonzero()) / num_rows,
+        "catastrophic_token_fraction": float(ratios.num_catastrophic.sum()) / (total + float(gaps.num_impossible.sum())),
+    }
+    if algorithm.rollout_is_mode == "clip":
+        values["clipped_fraction"] = (num_low + num_high) / total
+    if level == "token":
+        ordered, ends = token_gaps, None
+        ordered.sort()
+        values["min"], values["max"] = _clamped_exp(np.array([gaps.gap_min.min(), gaps.gap_max.max()]))
+    else:
+        counted = gaps.num_tokens > 0
+        num_tokens = gaps.num_tokens[counted]
+        log_ratio = _of_level(gaps.gap[counted], num_tokens, level)
+        values |= (sequences := _sequence_metrics(log_ratio, _bounds(algorithm)))
+        values["min"], values["max"] = sequences["seq_min"], sequences["seq_max"]
+        if level == "sequence":
+            values |= {f"ratio_fraction_{side}": sequences[f"seq_fraction_{side}"] for side in ("low", "high")}
+        order = log_ratio.argsort()
+        ordered, ends = log_ratio[order], num_tokens[order].cumsum()  # a sequence counts once for each of its tokens
+    values |= _percentiles(ordered, ends, total)
+    metrics = {f"mismatch/rollout_is_{name}": float(value) for name, value in values.items()}
+    if algorithm.rollout_rs:
+        rejected = gaps.num_tokens - ratios.num_kept.numpy(force=True)
+        metrics["mismatch/rollout_rs_masked_fraction"] = float(rejected.sum()) / total
+        metrics["mismatch/rollout_rs_seq_masked_fraction"] = float((rejected > 0).sum() / (gaps.num_tokens > 0).sum())
+    return metrics
+
+
+def _sequence_metrics(log_ratio: np.ndarray, bounds: tuple[float, float]) -> dict[str, float]:
+    """Return the statistics of the [B] log-ratios in which each sequence counts once."""
+    ratio = _clamped_exp(log_ratio)
+    low, high = _outside(torch.from_numpy(log_ratio), bounds)
+    return {
+        "seq_mean": ratio.mean(),
+        "seq_std": ratio.std(ddof=1) if len(ratio) > 1 else 0.0,
+        "seq_max": ratio.max(),
+        "seq_min": ratio.min(),
+        "seq_max_deviation": np.abs(ratio - 1.0).max(),
+        "seq_fraction_high": float(high.double().mean()),
+        "seq_fraction_low": float(low.double().mean()),
+    }
+
+
+def _percentiles(ordered: np.ndarray, ends: np.ndarray | None, num_values: float) -> dict[str, float]:
+    """Return `p25` … `p99` of the ratio, interpolated between neighbours as `torch.quantile` does.
+
+    `ordered` are log-ratios in ascending order. Where `ends` is given, the k-th of them stands for the ranks up to
+    `ends[k]`, which is left out.
+    """
+    position = np.array(PERCENTILES) / 100.0 * (num_values - 1)
+    ranks = np.concatenate([np.floor(position), np.ceil(position)]).astype(np.int64)
+    places = ranks if ends is None else np.searchsorted(ends, ranks, side="right")
+    below, above = _clamped_exp(ordered[places].astype(np.float64)).reshape(2, -1)
+    values = below + (above - below) * (position - np.floor(position))
+    return {f"p{percent}": value for percent, value in zip(PERCENTILES, values)}
+
+
+def _of_level(total: Values, num_tokens: Values, level: str) -> Values:
+    """Return the log-ratio of a sequence from Σ ℓ and its number of tokens."""
+    return total if level == "sequence" else total / num_tokens.clip(min=1)
+
+
+def log_bounds(lower: float | None, upper: float | None) -> tuple[float, float]:
+    """Return the logarithms of the bounds of a ratio; the lower one is 1 / upper by default, None is no upper bound."""
+    log_upper = math.inf if upper is None else math.log(upper)
+    return (-log_upper if lower is None else math.log(lower)), log_upper
+
+
+def _bounds(algorithm: "AlgorithmConfig") -> tuple[float, float]:
+    return log_bounds(algorithm.rollout_is_threshold_lower, algorithm.rollout_is_threshold)
+
+
+def _outside(log_ratio: Tensor, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Return where the ratio is below its lower and above its upper bound; a ratio at the bound is inside.
+
+    The comparison is in float32, the precision of log-probs: a float32 log-ratio of log 2 is at the bound 2.
+    """
+    low, high = (float(np.float32(bound)) for bound in bounds)
+    return log_ratio.float() < low, log_ratio.float() > high
+
+
+def _exp(exponent: np.ndarray) -> np.ndarray:
+    return np.exp(np.minimum(exponent, MAX_EXPONENT))
+
+
+def _clamped_exp(log_ratio: np.ndarray) -> np.ndarray:
+    return np.exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+_CLOSER = (
+    "bring the two policies together: give actor_rollout_ref.rollout.dtype the trainer's precision and "
+    "sample with newer weights"
+)
+HEALTH: dict[str, tuple[float, float, str]] = {
+    "mismatch/rollout_is_eff_sample_size": (0.8, math.inf,
+        f"a few samples carry the update; {_CLOSER}, or lower the variance with algorithm.rollout_is_level: token or a "
+        "smaller algorithm.rollout_is_threshold"),
+    "mismatch/rollout_is_clipped_fraction": (-math.inf, 0.2,
+        "mode clip gives many tokens weight 0; widen algorithm.rollout_is_threshold and rollout_is_threshold_lower to "
+        "what mismatch/rollout_is_p25 and p75 show, take algorithm.rollout_is_mode: truncate, or " + _CLOSER),
+    "mismatch/rollout_is_veto_fraction": (-math.inf, 0.05,
+        f"many sequences hold a token that the trainer finds impossible; {_CLOSER}, or lower "
+        "algorithm.rollout_is_veto_threshold (null = no veto)"),
+    "mismatch/rollout_is_mean": (0.9, 1.1,
+        f"the sampled tokens are systematically more or less likely to the trainer; {_CLOSER}, and check that both "
+        "sides use the same temperature, or use algorithm.rollout_is_level: geometric or token"),
+    "mismatch/rollout_is_catastrophic_token_fraction": (-math.inf, 0.01,
+        f"the trainer finds many sampled tokens impossible; {_CLOSER}, and compare the two sides' tokenizer and chat "
+        "template"),
+    "mismatch/num_impossible_tokens": (-math.inf, 0.0,
+        "sampled tokens have a log-probability of −inf or NaN on one side and are left out; compare the two sides' "
+        "tokenizer, vocabulary size and what masks their logits"),
+    "mismatch/rollout_rs_masked_fraction": (-math.inf, 0.5,
+        "algorithm.rollout_rs leaves little to train on; widen its bounds to what mismatch/rollout_is_p25 and p75 "
+        "show, or first measure alone with algorithm.rollout_correction_preset: disabled"),
+}  # fmt: skip
+"""Metrics, the range in which each is healthy, and what to do outside of it."""
+
+
+def out_of_range(metrics: dict[str, float]) -> list[tuple[str, str]]:
+    """Return (metric, warning with remedy) for every metric outside its healthy range; absent metrics are healthy."""
+    warnings = []
+    for name, (low, high, remedy) in HEALTH.items():
+        value = metrics.get(name)
+        if value is not None and not low <= value <= high:
+            wanted = " and ".join(
+                f"{words} {bound:g}" for words, bound in (("at least", low), ("at most", high)) if math.isfinite(bound)
+            )
+            warnings.append((name, f"{name} is {value:.3g}, {wanted} is healthy: {remedy}"))
+    return warnings

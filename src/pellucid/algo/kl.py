@@ -5,7 +5,6 @@ an adaptive coefficient.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,76 +47,30 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor | None, kind: str, full_kl: Tensor
     raise ValueError(f"unknown KL estimator '{kind}'")
 
 
-class KLController(Protocol):
-    """The coefficient of the KL penalty in the reward."""
-
-    coef: float
-
-    def update(self, kl: float, num_samples: int) -> None:
-        """Take in the mean KL (nats per token) of a step and the number of its samples."""
-        ...
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint must hold."""
-        ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a checkpoint."""
-        ...
-
-
 @dataclass(slots=True)
-class FixedKL:
-    """A coefficient that stays; it is the config's, so a checkpoint holds nothing."""
-
-    coef: float
-
-    def update(self, kl: float, num_samples: int) -> None:
-        """Change nothing."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return an empty state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Change nothing."""
-
-
-@dataclass(slots=True)
-class AdaptiveKL:
-    """A coefficient that steers the KL towards `target` (arXiv 1909.08593).
+class KLControl:
+    """The coefficient of the KL penalty in the reward: fixed, or steered towards a target (arXiv 1909.08593).
 
     β ← β (1 + clip(kl/target − 1, ±0.2) · n/horizon), with n the samples of the step.
     """
 
     coef: float
-    target: float
-    """Wanted KL in nats per token."""
-    horizon: float
+    target: float | None = None
+    """Wanted KL in nats per token; None: the coefficient stays, and a checkpoint holds none."""
+    horizon: float = 10_000
     """Samples over which an error of ±0.2 changes the coefficient by a fifth."""
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Move the coefficient by the step's error."""
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_samples / self.horizon
+        """Take in the mean KL (nats per token) of a step and the number of its samples."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * num_samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Return the coefficient."""
-        return {"coef": self.coef}
+        """Return what a checkpoint must hold."""
+        return {} if self.target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the coefficient over; the state of a fixed controller has none and leaves the config's."""
-        self.coef = state.get("coef", self.coef)
-
-
-def make_kl_controller(kind: str, coef: float, target: float, horizon: float) -> KLController:
-    """Return the controller that `algorithm.kl_ctrl.type` names.
-
-    Raises:
-        ValueError: the kind is neither `fixed` nor `adaptive`.
-    """
-    if kind == "fixed":
-        return FixedKL(coef)
-    if kind == "adaptive":
-        return AdaptiveKL(coef, target, horizon)
-    raise ValueError(f"unknown KL control '{kind}'")
+        """Continue from a checkpoint; where only one of the two is adaptive, the config's coefficient holds."""
+        if self.target is not None:
+            self.coef = state.get("coef", self.coef)

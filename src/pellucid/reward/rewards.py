@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 
-from pellucid.algo.shaping import overlong_penalty
 from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.reward.scorer import Scorer, ScoreStats
 from pellucid.roles.interfaces import RewardRole
@@ -104,3 +103,9 @@ class Rewards:
                 score = replace(score, reward=score.reward + penalty, parts=parts)
             shaped.append(score)
         return shaped
+
+
+def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer_length: int, factor: float) -> torch.Tensor:
+    """Return 0 to −factor ([B] float32) over the last `buffer_length` tokens before `max_length`, from [B] lengths."""
+    excess = lengths.float() - (max_length - buffer_length)
+    return -factor * (excess / buffer_length).clamp(0.0, 1.0)
