@@ -24,7 +24,6 @@ from pellucid.errors import MissingExtraError, UserError
 from pellucid.plugins import load_object
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.roles.critic import Critic
-from pellucid.roles.interfaces import CriticRole, PolicyRole, ReferenceRole, RewardRole
 from pellucid.roles.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
 from pellucid.roles.reference import Reference
 from pellucid.roles.reward_model import RewardModel
@@ -245,12 +244,12 @@ class Roles:
     it.
     """
 
-    actor: PolicyRole | None = None
+    actor: Actor | None = None
     rollout: RolloutEngine | None = None
     """Samples from the trained policy itself."""
-    reference: ReferenceRole | None = None
-    critic: CriticRole | None = None
-    reward_model: RewardRole | None = None
+    reference: Reference | None = None
+    critic: Critic | None = None
+    reward_model: RewardModel | None = None
     mismatch: Mismatch | None = None
     """Samples what is trained on, under `rollout.simulate_mismatch`."""
 

@@ -156,7 +156,7 @@ def update(run: RlRun, batch: TrainBatch, step: int) -> tuple[dict[str, float], 
     if run.critic is not None and batch.values is not None:
         num_samples = len(batch) * run.config.critic.ppo_epochs
         with run.stage(Stage.CRITIC_UPDATE, step, num_samples, batch) as advance:
-            metrics |= run.critic.update(batch, batch.values, step=step, on_done=advance)
+            metrics |= run.critic.update(batch, step=step, on_done=advance)
     if step <= run.config.trainer.critic_warmup:
         return metrics, None if run.config.algorithm.bypass_mode else batch.old_logp
     num_samples = len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs

@@ -44,7 +44,9 @@ from pellucid.ranks import Placement, place_roles
 from pellucid.replay import failure_kept
 from pellucid.reward import Scorer, make_scorer
 from pellucid.reward.rewards import Rewards
-from pellucid.roles.interfaces import CriticRole, PolicyRole, ReferenceRole
+from pellucid.roles.actor import Actor
+from pellucid.roles.critic import Critic
+from pellucid.roles.reference import Reference
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
 from pellucid.stages import Stage
 from pellucid.training.common.models import TokenPieces, model_folder
@@ -97,18 +99,18 @@ class Run:
             yield advance
 
     @property
-    def actor(self) -> PolicyRole:
+    def actor(self) -> Actor:
         """The policy being trained."""
         assert self.placement.roles.actor is not None
         return self.placement.roles.actor
 
     @property
-    def reference(self) -> ReferenceRole | None:
+    def reference(self) -> Reference | None:
         """The frozen reference, where a KL term needs one."""
         return self.placement.roles.reference
 
     @property
-    def critic(self) -> CriticRole | None:
+    def critic(self) -> Critic | None:
         """The critic, where the estimator has one."""
         return self.placement.roles.critic
 

@@ -8,7 +8,7 @@ Engines announce units of work to a `Probe`, `NO_PROBE` where nobody listens; ob
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -137,25 +137,6 @@ class Probe(Protocol):
         ...
 
 
-class _NoProbe:
-    def unit(
-        self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float
-    ) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def forward_pass(self, spans: TokenSpans) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def results(self, **tensors: torch.Tensor | None) -> None:
-        return
-
-    def loss(self, value: torch.Tensor) -> None:
-        return
-
-
-NO_PROBE: Probe = _NoProbe()
-
-
 class Probes:
     """Several probes as one; they hear of everything in the order given."""
 
@@ -187,3 +168,7 @@ class Probes:
         """Tell every probe of a loss."""
         for probe in self.probes:
             probe.loss(value)
+
+
+NO_PROBE = Probes(())
+"""Where nobody listens."""

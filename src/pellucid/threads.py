@@ -1,10 +1,13 @@
-"""How the compute threads of a process wait for each other: settled in its environment before torch is loaded.
+"""How threads share the processor: those that compute wait for each other without spinning, those beside training yield.
 
-The command line calls `yield_while_waiting` first of all; helpers inherit the environment, and `ranks/` hands
-`waiting_settings` to the processes that Ray starts.
+The command line calls `yield_while_waiting` before torch is loaded; helpers inherit the environment, and `ranks/` hands
+`waiting_settings` to the processes that Ray starts. Whoever writes files beside training calls `start_beside`.
 """
 
 import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 SPINS = 3000
 """How often a thread looks again before it gives its core away: about what it takes to give it away and be woken.
@@ -28,3 +31,25 @@ def yield_while_waiting() -> None:
 def waiting_settings() -> dict[str, str]:
     """Return the variables of this process' environment that say how threads wait."""
     return {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+
+
+def start_beside(work: Callable[[], None], name: str) -> Future[None]:
+    """Run `work` in a thread of its own, at a low priority; the future has what it raised.
+
+    The work must leave Python's lock free while it is busy: file and hash functions do. The program waits for it at its
+    end.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_yield_to_others)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _yield_to_others() -> None:
+    """Let the calling thread, and threads that it starts, have about a twentieth of a core that training wants.
+
+    With next to nothing, training that keeps all cores busy would not let a checkpoint end, and the next one would wait
+    for it. Only Linux gives a thread its own priority; elsewhere nothing is done.
+    """
+    if sys.platform == "linux":
+        os.nice(13)

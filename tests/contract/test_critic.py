@@ -78,7 +78,7 @@ def test_the_gradient_does_not_depend_on_the_cut(mode, tmp_path):
     gradients, metrics = {}, {}
     for name, cut in CUTS.items():
         engine = engine_of(value_model(), cut, lr=0.0)
-        metrics[name] = critic_of(engine, loss_agg_mode=mode, cliprange_value=0.3).update(batch, batch.values, step=1)
+        metrics[name] = critic_of(engine, loss_agg_mode=mode, cliprange_value=0.3).update(batch, step=1)
         gradients[name] = gradient(engine, tmp_path / name)
     assert 0 < metrics["whole"]["critic/vf_clipfrac"] < 1
     for name in CUTS:
@@ -98,7 +98,7 @@ def test_the_loss_is_half_the_larger_of_two_squares_averaged_over_tokens(given):
         terms.append(0.5 * max((value - target) ** 2, (held - target) ** 2))
         errors.append(target - old)
         returns.append(target)
-    metrics = critic_of(engine_of(model, lr=0.0), cliprange_value=0.3).update(batch, batch.values, step=1)
+    metrics = critic_of(engine_of(model, lr=0.0), cliprange_value=0.3).update(batch, step=1)
     assert metrics["critic/vf_loss"] == pytest.approx(sum(terms) / len(terms), rel=1e-5)
     variances = [torch.tensor(numbers, dtype=torch.float64).var().item() for numbers in (errors, returns)]
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - variances[0] / variances[1], rel=1e-4)
@@ -108,7 +108,7 @@ def test_updates_lower_the_value_loss():
     engine = engine_of(value_model(), lr=1e-4)
     critic = critic_of(engine, cliprange_value=100.0)
     batch = critic_batch(critic)
-    losses = [critic.update(batch, batch.values, step=step)["critic/vf_loss"] for step in range(1, 9)]
+    losses = [critic.update(batch, step=step)["critic/vf_loss"] for step in range(1, 9)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
     assert engine.version == 8
 
@@ -118,19 +118,19 @@ def test_epochs_and_mini_batches_are_the_critic_s_own():
     critic = critic_of(engine)
     batch = critic_batch(critic)
     config = CriticConfig(strategy="fsdp2", ppo_mini_batch_size=2, ppo_epochs=3, shuffle=True)
-    Critic(engine, config, max_response_length=12, seed=0).update(batch, batch.values, step=1)
+    Critic(engine, config, max_response_length=12, seed=0).update(batch, step=1)
     assert engine.version == 3 * 2, "three epochs over three groups, two groups an optimizer step"
 
 
 def test_save_and_load_continue_bitwise(tmp_path):
     straight = engine_of(value_model())
     batch = critic_batch(critic_of(straight))
-    critic_of(straight).update(batch, batch.values, step=1)
+    critic_of(straight).update(batch, step=1)
     straight.save(tmp_path, ["model", "optimizer"])
     resumed = engine_of(value_model(seed=1), WHOLE)
     resumed.load(tmp_path, ["model", "optimizer"])
     assert resumed.version == 1
-    again = [critic_of(engine).update(batch, batch.values, step=2) for engine in (straight, resumed)]
+    again = [critic_of(engine).update(batch, step=2) for engine in (straight, resumed)]
     assert again[0] == again[1]
     ours, theirs = weights_of(resumed), weights_of(straight)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -87,5 +87,5 @@ def test_an_error_that_is_not_in_the_user_s_file_has_no_place():
 def test_a_parameter_that_nothing_fills_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text("def mine(inputs, value): ...\n")
     spec = f"{tmp_path}/mine.py:mine"
-    with pytest.raises(UserError, match=r"`value`.*values, greedy_scores"):
+    with pytest.raises(UserError, match=r"'value'.*values, greedy_scores"):
         checked_estimator(load_object(spec, ESTIMATOR_FIELD), spec)

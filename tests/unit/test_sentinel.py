@@ -23,7 +23,7 @@ from pellucid.training.common.models import BUILTIN_FOLDER, enable_gradient_chec
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, sequences_of
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
-from pellucid.types import Prompt, Rollout, Samples, Score, TrainBatch
+from pellucid.types import MiniBatch, Prompt, Rollout, Samples, Score, TrainBatch
 
 CPU = torch.device("cpu")
 HEAD = LogProbHead(1.0)
@@ -388,7 +388,7 @@ def test_the_input_that_spoils_a_loss_is_named():
         )
         return {}
 
-    spoilt = Action(one, lambda: update_each(iter([[0], [1, 2]]), step, "actor"))
+    spoilt = Action(one, lambda: update_each([MiniBatch([0], 0), MiniBatch([1, 2], 1)], step, "actor"))
     error = failure(spoilt)
     assert error.quantity == "actor/loss" and error.rows == [1, 2]
     assert (error.mini_batch.rows, error.mini_batch.number) == ([1, 2], 1)

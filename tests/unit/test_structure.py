@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "pellucid"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 120
 
-BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "background", "stages", "threads"}
+BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "stages", "threads"}
 """The modules beside the rooms; all of them may use each other."""
 ROOMS = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "agents", "ranks", "observe", "precision", "metrics", "files"}
 RUN = {"loop", "learn", "run", "build", "produce", "validation", "run_state", "interrupt", "failures", "replay", "sft", "step_metrics"}
@@ -27,10 +27,10 @@ MAY_IMPORT = {
     "precision": {"errors", "stages", "types", "files", "config.schema", "observe.tools", "observe.manifest"},
     "tasks": {"errors", "types"},
     "data": {"errors", "types", "plugins", "tasks", "config.schema"},
-    "reward": BASE | {"tasks", "algo", "config.schema", "observe.spans", "roles.interfaces"},
+    "reward": BASE | {"tasks", "algo", "config.schema", "observe.spans"},
     "metrics": BASE | {"files"},
     "files": BASE,
-    "training": {"errors", "types", "background", "stages"},
+    "training": {"errors", "types", "threads", "stages"},
     "roles": {"errors", "types", "seeding", "plugins", "training", "algo", "config.schema"},
     # training: the native engine runs on the actor's own model
     "rollout": {"errors", "types", "seeding", "training", "stages", "config.schema"},

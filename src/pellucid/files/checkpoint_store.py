@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pellucid
-from pellucid import background
 from pellucid.errors import UserError
 from pellucid.files.rundir import atomic_write, fsync_dir
+from pellucid.threads import start_beside
 
 MANIFEST = "manifest.json"
 _STEP_NAME = re.compile(r"global_step_(\d+)")
@@ -95,7 +95,7 @@ class CheckpointStore:
         with self._removed_on_failure(temporary, step):
             temporary.mkdir()
             wait = start_write(temporary)
-        self._saving = background.start(lambda: self._complete(temporary, step, wait), "checkpoint")
+        self._saving = start_beside(lambda: self._complete(temporary, step, wait), "checkpoint")
 
     def finish(self) -> None:
         """Wait for the checkpoint that `start` began, if there is one.

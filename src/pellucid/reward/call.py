@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any
 
 from pellucid.errors import UserError
-from pellucid.plugins import load_object, place_in_user_code
+from pellucid.plugins import load_object, what_failed
 from pellucid.tasks import get_task
 from pellucid.types import FailureKind
 
@@ -84,8 +84,7 @@ def call_reward(spec: str | None, arguments: dict[str, Any]) -> tuple[float, dic
         result = function(**arguments)
     except Exception as error:
         elapsed = time.perf_counter() - start
-        place = place_in_user_code(error, spec) if spec else ""
-        message = f"{_name(spec)} raised {type(error).__name__}: {error}{place}"
+        message = f"{_name(spec)} raised {what_failed(error, spec or '')}"
         raise RewardCallError("exception", message, elapsed) from error
     elapsed = time.perf_counter() - start
     score: Any

@@ -12,7 +12,6 @@ import torch
 
 from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.reward.scorer import Scorer, ScoreStats
-from pellucid.roles.interfaces import RewardRole
 from pellucid.stages import Stage
 from pellucid.types import Rollout, Score
 
@@ -33,13 +32,21 @@ def _unseen(
     return nullcontext(lambda num_finished: None)
 
 
+class Judge(Protocol):
+    """The reward model, in this process or on ranks."""
+
+    def score(self, rollouts: list[Rollout], on_done: Callable[[int], None] | None = None) -> list[float]:
+        """Return one score a rollout, in order."""
+        ...
+
+
 @dataclass
 class Rewards:
     """The sum `rule_weight · rule + weight · model`, and in training the overlong penalty."""
 
     config: RewardConfig
     scorer: Scorer
-    model: RewardRole | None
+    model: Judge | None
     max_response_length: int
     show_call: Callable[..., object] = lambda name, wall_us, duration_s, **args: None
     """Shows a reward call on the timeline: its name, start in microseconds since 1970, seconds, and what is shown with

@@ -74,13 +74,7 @@ class Actor(Role):
         Raises:
             NonFiniteError: with `rows` counted in `batch`; optimizer steps before the failing one stay applied.
         """
-        cut = mini_batches(
-            batch,
-            num_groups=self._config.ppo_mini_batch_size,
-            epochs=self._config.ppo_epochs,
-            stream=("actor_shuffle", step) if self._config.shuffle else None,
-            seed=self._settings.seed,
-        )
+        cut = mini_batches(batch, self._config, "actor", seed=self._settings.seed, step=step)
         measured = torch.full_like(batch.rollout_logp, torch.nan)
         metrics = update_each(cut, lambda part: self._update_mini_batch(batch, part, step, measured, on_done), "actor")
         if batch.old_logp is None or self._settings.bypass is not None:
@@ -94,10 +88,7 @@ class Actor(Role):
             NonFiniteError: as `update` does.
         """
         measured = torch.full_like(batch.rollout_logp, torch.nan)
-        repeated = lambda part: self._update_mini_batch(  # noqa: E731
-            batch, MiniBatch(part.rows, mini_batch.number), step, measured, None
-        )
-        update_each(iter([mini_batch.rows]), repeated, "actor")
+        update_each([mini_batch], lambda part: self._update_mini_batch(batch, part, step, measured, None), "actor")
 
     def _update_mini_batch(
         self, whole: TrainBatch, mini_batch: MiniBatch, step: int, measured: torch.Tensor, on_done: Progress | None

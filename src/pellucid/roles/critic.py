@@ -3,8 +3,6 @@
 Gives `learn` the values that advantages are made of, and is updated on the returns after them.
 """
 
-from collections.abc import Iterator
-
 import torch
 
 from pellucid.algo.aggregation import aggregation_weights
@@ -38,28 +36,16 @@ class Critic(Role):
         scores = self.engine.forward(sequences_of(samples.rollouts), ValueHead(), on_done=on_done)
         return scores.values.cpu() * samples.mask
 
-    def update(
-        self, batch: TrainBatch, values: torch.Tensor, *, step: int, on_done: Progress | None = None
-    ) -> dict[str, float]:
+    def update(self, batch: TrainBatch, *, step: int, on_done: Progress | None = None) -> dict[str, float]:
         """Take one optimizer step a mini-batch for `ppo_epochs` passes, and return the mean of their metrics.
 
-        Args:
-            batch: whose returns are learned.
-            values: [B, T] what `compute_values` returned for it.
-            step: names the random order of mini-batches.
-            on_done: called with the number of samples just finished.
+        `batch.values` are those of before any of them; `on_done` is called with the number of samples just finished.
 
         Raises:
             NonFiniteError: with `rows` counted in `batch`; optimizer steps before the failing one stay applied.
         """
-        cut = mini_batches(
-            batch,
-            num_groups=self._config.ppo_mini_batch_size,
-            epochs=self._config.ppo_epochs,
-            stream=("critic_shuffle", step) if self._config.shuffle else None,
-            seed=self._seed,
-        )
-        return self._update_each(cut, batch, values, on_done)
+        cut = mini_batches(batch, self._config, "critic", seed=self._seed, step=step)
+        return update_each(cut, lambda part: self._update_mini_batch(batch.select(part.rows), on_done), "critic")
 
     def repeat_update(self, batch: TrainBatch, mini_batch: MiniBatch, *, step: int) -> None:
         """Take one of the optimizer steps of `update` alone.
@@ -67,19 +53,11 @@ class Critic(Role):
         Raises:
             NonFiniteError: as `update` does.
         """
-        assert batch.values is not None
-        self._update_each(iter([mini_batch.rows]), batch, batch.values, None)
+        update_each([mini_batch], lambda part: self._update_mini_batch(batch.select(part.rows), None), "critic")
 
-    def _update_each(
-        self, cut: Iterator[list[int]], batch: TrainBatch, values: torch.Tensor, on_done: Progress | None
-    ) -> dict[str, float]:
-        update = lambda part: self._update_mini_batch(batch.select(part.rows), values[part.rows], on_done)  # noqa: E731
-        return update_each(cut, update, "critic")
-
-    def _update_mini_batch(
-        self, batch: TrainBatch, old_values: torch.Tensor, on_done: Progress | None
-    ) -> dict[str, float]:
-        width = response_width(batch)
+    def _update_mini_batch(self, batch: TrainBatch, on_done: Progress | None) -> dict[str, float]:
+        width, old_values = response_width(batch), batch.values
+        assert old_values is not None
         weights = aggregation_weights(batch.loss_mask, self._config.loss_agg_mode, self._scale_factor)[:, :width]
 
         def token_losses(rows: list[int], values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -3,47 +3,45 @@
 The actor and the critic use the same cut; shuffled orders come from streams of their own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import overload
 
 import torch
 
 from pellucid import seeding
+from pellucid.config.schema.actor import ActorConfig
+from pellucid.config.schema.critic import CriticConfig
 from pellucid.errors import NonFiniteError
 from pellucid.types import MiniBatch, TrainBatch
 
 
 def mini_batches(
-    batch: TrainBatch, *, num_groups: int, epochs: int, stream: tuple[str | int, ...] | None, seed: int
-) -> Iterator[list[int]]:
-    """Yield the rows of each mini-batch: `num_groups` whole groups, `epochs` times over the batch.
+    batch: TrainBatch, config: ActorConfig | CriticConfig, role: str, *, seed: int, step: int
+) -> Iterator[MiniBatch]:
+    """Yield the mini-batches of `ppo_mini_batch_size` whole groups, `ppo_epochs` times over the batch.
 
     Rows without a token to train on (failed or rejected samples) are left out: they cost no compute. A mini-batch of
-    nothing else is skipped.
-
-    Args:
-        batch: the step's samples.
-        num_groups: prompts an optimizer step.
-        epochs: passes over the batch.
-        stream: name of the random stream of a new order in each epoch; None keeps the order.
-        seed: the run's seed.
+    nothing else is skipped. Where `config` says so, each epoch has an order of its own, from a stream named by `role`,
+    the run's `seed` and the `step`.
     """
     rows_of: dict[int, list[int]] = {}
     has_tokens = batch.loss_mask.any(dim=1).tolist()
     for row, group in enumerate(batch.group.tolist()):
         rows_of.setdefault(group, []).append(row)
-    for epoch in range(epochs):
+    number, size = 0, config.ppo_mini_batch_size
+    for epoch in range(config.ppo_epochs):
         groups = list(rows_of)
-        if stream is not None:
-            groups = seeding.stream(seed, *stream, epoch).permutation(groups).tolist()
-        for start in range(0, len(groups), num_groups):
-            rows = [row for group in groups[start : start + num_groups] for row in rows_of[group] if has_tokens[row]]
+        if config.shuffle:
+            groups = seeding.stream(seed, f"{role}_shuffle", step, epoch).permutation(groups).tolist()
+        for start in range(0, len(groups), size):
+            rows = [row for group in groups[start : start + size] for row in rows_of[group] if has_tokens[row]]
             if rows:
-                yield rows
+                yield MiniBatch(rows, number)
+                number += 1
 
 
 def update_each(
-    rows_of_each: Iterator[list[int]], update: Callable[[MiniBatch], dict[str, float]], role: str
+    parts: Iterable[MiniBatch], update: Callable[[MiniBatch], dict[str, float]], role: str
 ) -> dict[str, float]:
     """Call `update` with each mini-batch and return each metric's mean over the mini-batches that have it.
 
@@ -52,12 +50,12 @@ def update_each(
             the failing one stay applied.
     """
     per_step: list[dict[str, float]] = []
-    for number, rows in enumerate(rows_of_each):
+    for part in parts:
         try:
-            per_step.append(update(MiniBatch(rows, number)))
+            per_step.append(update(part))
         except NonFiniteError as error:
-            in_batch = [rows[row] for row in error.rows]
-            raise NonFiniteError(f"{role}/{error.quantity}", error.value, in_batch, MiniBatch(rows, number)) from error
+            in_batch = [part.rows[row] for row in error.rows]
+            raise NonFiniteError(f"{role}/{error.quantity}", error.value, in_batch, part) from error
     names = dict.fromkeys(name for metrics in per_step for name in metrics)
     values = {name: [metrics[name] for metrics in per_step if name in metrics] for name in names}
     return {name: sum(of_each) / len(of_each) for name, of_each in values.items()}

@@ -12,8 +12,8 @@ import torch
 from pellucid.algo.advantages import AdvantageInputs, Estimator
 from pellucid.algo.catalog import ARGUMENTS, estimator_entry
 from pellucid.algo.policy_loss import LossInputs, PolicyLossFunction
-from pellucid.errors import UserError
-from pellucid.plugins import user_code
+from pellucid.errors import NonFiniteError, UserError
+from pellucid.plugins import what_failed
 
 PREFIX = "plugin/"
 LOSS_METRICS = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/pg_covfrac")
@@ -30,16 +30,11 @@ def checked_loss(function: Callable[..., Any], spec: str) -> PolicyLossFunction:
     """
 
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        with user_code(spec, LOSS_FIELD):
-            result = function(inputs)
-        per_token, metrics = _pair(result, LOSS_FIELD, spec, "(loss [B, T], metrics)")
+        per_token, metrics = _call(function, spec, LOSS_FIELD, "(loss [B, T], metrics)", inputs)
         _check_shape(per_token, inputs.logp, LOSS_FIELD, spec, "the loss")
         if inputs.logp.requires_grad and not per_token.requires_grad:
-            raise UserError(
-                LOSS_FIELD,
-                f"'{spec}' returns a loss without gradient: nothing would be learned.",
-                "Compute it from inputs.logp, not detached.",
-            )
+            reason = f"'{spec}' returns a loss without gradient: nothing would be learned."
+            raise UserError(LOSS_FIELD, reason, "Compute it from inputs.logp, not detached.")
         for name, value in dict(metrics).items():
             if not name.startswith(PREFIX) and name not in LOSS_METRICS:
                 raise UserError(LOSS_FIELD, f"'{spec}' returns the metric '{name}'.", f"Call it '{PREFIX}{name}'.")
@@ -59,40 +54,34 @@ def checked_estimator(function: Callable[..., Any], spec: str) -> Estimator:
     Raises (when called):
         UserError: the function raises, or advantages or returns are not [B, T], or hold NaN or Inf inside the mask.
     """
-    _check_parameters(function, spec)
+    try:
+        inspect.signature(function).bind(None, **dict.fromkeys(estimator_entry(spec).arguments))
+    except TypeError as error:  # a parameter that nothing fills
+        remedy = f"After the inputs a `def` in that file may take {', '.join(ARGUMENTS)}."
+        raise UserError(ESTIMATOR_FIELD, f"'{spec}' cannot be called: {error}.", remedy) from error
 
     def estimator(inputs: AdvantageInputs, **tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with user_code(spec, ESTIMATOR_FIELD):
-            result = function(inputs, **tensors)
-        advantages, returns = _pair(result, ESTIMATOR_FIELD, spec, "(advantages, returns), both [B, T]")
-        for name, value in (("advantages", advantages), ("returns", returns)):
+        wanted, outside = "(advantages, returns), both [B, T]", ~inputs.mask
+        results = _call(function, spec, ESTIMATOR_FIELD, wanted, inputs, **tensors)
+        for name, value in zip(("advantages", "returns"), results):
             _check_shape(value, inputs.token_rewards, ESTIMATOR_FIELD, spec, name)
             if not value[inputs.mask].isfinite().all():
-                raise UserError(
-                    ESTIMATOR_FIELD,
-                    f"'{spec}' returns {name} with NaN or Inf.",
-                    "Look for a division by zero or an empty mean.",
-                )
-        outside = ~inputs.mask  # filled, not multiplied: NaN × 0 is NaN
-        return advantages.detach().masked_fill(outside, 0.0), returns.detach().masked_fill(outside, 0.0)
+                reason = f"'{spec}' returns {name} with NaN or Inf."
+                raise UserError(ESTIMATOR_FIELD, reason, "Look for a division by zero or an empty mean.")
+        advantages, returns = (value.detach().masked_fill(outside, 0.0) for value in results)  # NaN × 0 is NaN
+        return advantages, returns
 
     return estimator
 
 
-def _check_parameters(function: Callable[..., Any], spec: str) -> None:
-    filled = estimator_entry(spec).arguments
-    for parameter in list(inspect.signature(function).parameters.values())[1:]:
-        if parameter.name not in filled and parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
-        ):  # fmt: skip
-            raise UserError(
-                ESTIMATOR_FIELD,
-                f"nothing fills the parameter `{parameter.name}` of '{spec}'.",
-                f"After the inputs a `def` in that file may take {', '.join(ARGUMENTS)}.",
-            )
-
-
-def _pair(result: Any, field: str, spec: str, wanted: str) -> tuple[Any, Any]:
+def _call(function: Callable[..., Any], spec: str, field: str, wanted: str, *args: Any, **kwargs: Any) -> Any:
+    """Return the pair that a user's function returns; what it raises becomes one message with its line there."""
+    try:
+        result = function(*args, **kwargs)
+    except (UserError, NonFiniteError):
+        raise
+    except Exception as error:
+        raise UserError(field, f"'{spec}' fails ({what_failed(error, spec)}).", "Mend the function.") from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise UserError(field, f"'{spec}' returns {_shown(result)}.", f"Return {wanted}.")
     return result

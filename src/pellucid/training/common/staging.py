@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pellucid import background
+from pellucid.threads import start_beside
 
 
 class StagedWriter:
@@ -31,7 +31,7 @@ class StagedWriter:
         self._copies = copies = _copied(state, self._copies)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._writing = background.start(lambda: write(copies), "checkpoint-files")
+        self._writing = start_beside(lambda: write(copies), "checkpoint-files")
         return self._writing.result
 
 
