@@ -81,13 +81,13 @@ def largest_differencing(costs: list[int], ranks: int) -> float:
 
 def measure(sequences: list[TokenSequence], ranks: int, repeats: int) -> dict[str, float]:
     """Split one mini-batch both ways."""
-    shares = split_over_ranks(sequences, ranks, share_prompts=True)
-    in_order = split_over_ranks(sequences, ranks, share_prompts=True, balance=False)
+    shares = split_over_ranks(sequences, ranks)
+    in_order = split_over_ranks(sequences, ranks, balance=False)
     loads, before = ([tokens_of([sequences[row] for row in rows]) for rows in split] for split in (shares, in_order))
     whole = tokens_of(sequences)
     longest_sequence = max(num_input_tokens(s, with_prompt=True) for s in sequences)
     whole_kk = largest_differencing([tokens_of(list(each)) for _, each in groupby(sequences, key=lambda s: s.group)], ranks)
-    balance = measure_balance(sequences, shares, share_prompts=True)
+    balance = measure_balance(sequences, shares)
     where: dict[int, set[int]] = {}
     for rank, rows in enumerate(shares):
         for row in rows:
@@ -101,7 +101,7 @@ def measure(sequences: list[TokenSequence], ranks: int, repeats: int) -> dict[st
 
 def split_seconds(sequences: list[TokenSequence], ranks: int) -> float:
     start = time.process_time()
-    split_over_ranks(sequences, ranks, share_prompts=True)
+    split_over_ranks(sequences, ranks)
     return time.process_time() - start
 
 

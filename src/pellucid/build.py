@@ -368,8 +368,7 @@ class _Engines:
 
     def micro_batching(self, by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
         """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""
-        packed = self._config.actor_rollout_ref.model.use_remove_padding
-        return MicroBatching(tokens, None, packed) if by_tokens else MicroBatching(None, sequences, packed)
+        return MicroBatching(tokens, None) if by_tokens else MicroBatching(None, sequences)
 
     def engine(
         self,

@@ -23,7 +23,6 @@ TEMPERATURE = 0.8
 WHOLE = MicroBatching(None, None)
 CUTS = {
     "whole": WHOLE,
-    "padded": MicroBatching(None, None, packed=False),
     "one-by-one": MicroBatching(None, 1),
     "tokens": MicroBatching(30, None),
 }

@@ -19,7 +19,6 @@ SIZES = {
 }  # fmt: skip
 CUTS = {
     "whole": MicroBatching(None, None),
-    "padded": MicroBatching(None, None, packed=False),
     "one-by-one": MicroBatching(None, 1),
     "two": MicroBatching(None, 2),
     "tokens": MicroBatching(40, None),

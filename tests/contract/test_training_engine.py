@@ -21,7 +21,7 @@ from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import enable_gradient_checkpointing
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
-from pellucid.training.common.packing import TokenSequence, pack, pad, sequences_of, split_micro_batches
+from pellucid.training.common.packing import TokenSequence, pack, sequences_of, split_micro_batches
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.training.protocol import TokenScores, TrainingEngine
 from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch
@@ -29,13 +29,10 @@ from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score, Train
 MakeEngine = Callable[..., TrainingEngine]
 WHOLE = MicroBatching(None, None)
 CUTS = {
-    "whole-packed": WHOLE,
-    "whole-padded": MicroBatching(None, None, packed=False),
-    "one-by-one-packed": MicroBatching(None, 1),
-    "one-by-one-padded": MicroBatching(None, 1, packed=False),
-    "three-packed": MicroBatching(None, 3),
-    "tokens-packed": MicroBatching(40, None),
-    "tokens-padded": MicroBatching(40, None, packed=False),
+    "whole": WHOLE,
+    "one-by-one": MicroBatching(None, 1),
+    "three": MicroBatching(None, 3),
+    "tokens": MicroBatching(40, None),
 }
 
 
@@ -132,12 +129,12 @@ def test_shared_prompts_are_processed_once(make_engine):
     model, sequences = tiny_model("llama"), some_sequences()
     responses = sum(len(s.response_ids) - 1 for s in sequences)
     packed = make_engine(model, WHOLE).forward(sequences, LogProbHead(1.0))
-    padded = make_engine(model, CUTS["whole-padded"]).forward(sequences, LogProbHead(1.0))
+    alone = make_engine(model, CUTS["one-by-one"]).forward(sequences, LogProbHead(1.0))
     assert packed.num_input_tokens == responses + 7 + 3 + 12
-    assert padded.num_input_tokens == responses + 3 * 7 + 3 + 4 * 12
+    assert alone.num_input_tokens == responses + 3 * 7 + 3 + 4 * 12
 
 
-@pytest.mark.parametrize("cut", ["whole-packed", "tokens-packed", "whole-padded"])
+@pytest.mark.parametrize("cut", ["whole", "tokens", "one-by-one"])
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_no_attention_across_sequences(make_engine, architecture, cut):
     engine, sequences = make_engine(tiny_model(architecture), CUTS[cut]), some_sequences()
@@ -153,7 +150,7 @@ def test_no_attention_across_sequences(make_engine, architecture, cut):
 
 
 def test_progress_counts_every_sequence(make_engine):
-    engine, sequences, seen = make_engine(tiny_model("llama"), CUTS["tokens-packed"]), some_sequences(), []
+    engine, sequences, seen = make_engine(tiny_model("llama"), CUTS["tokens"]), some_sequences(), []
     engine.forward(sequences, LogProbHead(1.0), on_done=seen.append)
     assert len(seen) > 1 and sum(seen) == len(sequences)
     seen.clear()
@@ -213,12 +210,12 @@ def test_gradient_does_not_depend_on_the_cut(make_engine, mode, tmp_path):
         engine = make_engine(tiny_model("llama", scale=0.1), cut, lr=0.0, betas=(0.0, 0.999))
         metrics[name] = actor(engine, mode).update(batch, step=1).metrics
         gradients[name] = gradient(engine, tmp_path / name)
-    assert 0.02 < metrics["whole-packed"]["actor/pg_clipfrac"] < 0.9
-    assert metrics["whole-packed"]["actor/kl_loss"] > 0
+    assert 0.02 < metrics["whole"]["actor/pg_clipfrac"] < 0.9
+    assert metrics["whole"]["actor/kl_loss"] > 0
     for name in CUTS:
-        assert relative(gradients[name], gradients["whole-packed"]) < 1e-6, name
+        assert relative(gradients[name], gradients["whole"]) < 1e-6, name
         assert metrics[name] == {
-            key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in metrics["whole-packed"].items()
+            key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in metrics["whole"].items()
         }
 
 
@@ -232,9 +229,9 @@ def test_cuts_agree_to_rounding_in_float64():
     for name, cut in CUTS.items():
         model = tiny_model("gpt_neox").double()
         for rows in split_micro_batches(
-            sequences, max_tokens=cut.max_tokens, max_sequences=cut.max_sequences, share_prompts=cut.packed
+            sequences, max_tokens=cut.max_tokens, max_sequences=cut.max_sequences
         ):
-            inputs = (pack if cut.packed else pad)([sequences[row] for row in rows], CPU)
+            inputs = pack([sequences[row] for row in rows], CPU)
             hidden = model.get_decoder()(
                 input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout
             ).last_hidden_state
@@ -243,7 +240,7 @@ def test_cuts_agree_to_rounding_in_float64():
             (logp * coefficients[torch.tensor(rows)[inputs.row], inputs.column]).sum().backward()
         gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])  # pyright: ignore[reportOptionalMemberAccess]
     for name in CUTS:
-        assert relative(gradients[name], gradients["whole-padded"]) < 1e-12, name
+        assert relative(gradients[name], gradients["one-by-one"]) < 1e-12, name
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -258,7 +255,7 @@ def test_gradient_equals_autograd_through_plain_transformers(make_engine, archit
         loss.backward()
         expected_loss += loss.item()
     expected = dict(plain.named_parameters())
-    engine = make_engine(model, CUTS["tokens-packed"], lr=0.0, betas=(0.0, 0.999))
+    engine = make_engine(model, CUTS["tokens"], lr=0.0, betas=(0.0, 0.999))
     result = engine.train_mini_batch(
         sequences,
         LogProbHead(0.8),
@@ -277,7 +274,7 @@ def test_gradient_checkpointing_changes_nothing(make_engine, tmp_path):
         model = tiny_model("qwen3")
         if checkpointing:
             enable_gradient_checkpointing(model)
-        engine = make_engine(model, CUTS["tokens-packed"], lr=0.0, betas=(0.0, 0.999))
+        engine = make_engine(model, CUTS["tokens"], lr=0.0, betas=(0.0, 0.999))
         actor(engine, "token-mean").update(some_batch(engine), step=1)
         gradients.append(gradient(engine, tmp_path / str(checkpointing)))
     assert relative(gradients[1], gradients[0]) < 1e-6
@@ -303,7 +300,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_updates_lower_the_loss_and_count_versions(make_engine):
-    engine = make_engine(tiny_model("llama"), CUTS["tokens-packed"], lr=1e-3)
+    engine = make_engine(tiny_model("llama"), CUTS["tokens"], lr=1e-3)
     assert engine.version == 0
     results = [train(engine) for _ in range(5)]
     losses = [result.loss for result in results]
@@ -313,7 +310,7 @@ def test_updates_lower_the_loss_and_count_versions(make_engine):
 
 
 def test_scores_are_those_before_the_step(make_engine):
-    engine = make_engine(tiny_model("llama"), CUTS["tokens-packed"])
+    engine = make_engine(tiny_model("llama"), CUTS["tokens"])
     before = engine.forward(some_sequences(), LogProbHead(1.0))
     result = train(engine)
     torch.testing.assert_close(result.scores.logp, before.logp, rtol=0, atol=1e-6)
@@ -332,7 +329,7 @@ def test_gradient_norm_is_reported_before_clipping(make_engine, tmp_path):
 
 def test_nan_weight_stops_the_update(make_engine):
     model = tiny_model("llama")
-    engine = make_engine(model, CUTS["one-by-one-packed"])
+    engine = make_engine(model, CUTS["one-by-one"])
     with torch.no_grad():
         model.get_input_embeddings().weight[3] = math.nan
     bad = [row for row, s in enumerate(some_sequences()) if 3 in s.prompt_ids + s.response_ids[:-1]]
@@ -359,7 +356,7 @@ def test_infinite_gradient_stops_the_update(make_engine):
 
 
 def test_a_failed_update_leaves_no_gradient_behind(make_engine):
-    engines = [make_engine(model, CUTS["one-by-one-packed"]) for model in (tiny_model("llama"), tiny_model("llama"))]
+    engines = [make_engine(model, CUTS["one-by-one"]) for model in (tiny_model("llama"), tiny_model("llama"))]
     calls = 0
 
     def fails_late(rows, scores):
@@ -378,10 +375,10 @@ def test_a_failed_update_leaves_no_gradient_behind(make_engine):
 
 @pytest.mark.parametrize("architecture", ["llama_tied", "gpt_neox"])
 def test_save_and_load_continue_bitwise(make_engine, architecture, tmp_path):
-    straight = make_engine(tiny_model(architecture), CUTS["tokens-packed"])
+    straight = make_engine(tiny_model(architecture), CUTS["tokens"])
     train(straight)
     straight.save(tmp_path, ["model", "optimizer"])
-    resumed = make_engine(tiny_model(architecture, seed=1), CUTS["tokens-packed"])
+    resumed = make_engine(tiny_model(architecture, seed=1), CUTS["tokens"])
     resumed.load(tmp_path, ["model", "optimizer"])
     assert resumed.version == 1
     assert same(weights(resumed.model), weights(straight.model))  # pyright: ignore[reportAttributeAccessIssue]

@@ -27,13 +27,12 @@ def largest_difference(run_dir, other_run_dir, step: int = 2) -> float:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["actor_rollout_ref.model.use_remove_padding=false"],
         ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
         [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"],
         [f"{ACTOR}.ppo_max_token_len_per_gpu=24"],
         ["actor_rollout_ref.rollout.max_num_seqs=3"],
     ],
-    ids=["padded", "gradient-checkpointing", "micro-batch-size", "few-tokens", "few-sequences"],
+    ids=["gradient-checkpointing", "micro-batch-size", "few-tokens", "few-sequences"],
 )
 def test_what_only_costs_time_or_memory_changes_no_result(finished, work, overrides):
     work.train(*TWO_STEPS, *overrides)

@@ -18,16 +18,15 @@ def group_of(group: int, prompt: int, responses: list[int]) -> list[TokenSequenc
     return [TokenSequence(range(prompt), range(response + 1), group) for response in responses]
 
 
-def tokens_of(sequences: list[TokenSequence], rows: list[int], share: bool) -> int:
+def tokens_of(sequences: list[TokenSequence], rows: list[int]) -> int:
     """What the model is fed: micro-batches without limits are one."""
     chosen = [sequences[row] for row in rows]
     prompts = {s.group: len(s.prompt_ids) for s in chosen}
-    every_prompt = sum(len(s.prompt_ids) for s in chosen)
-    return sum(max(len(s.response_ids) - 1, 0) for s in chosen) + (sum(prompts.values()) if share else every_prompt)
+    return sum(max(len(s.response_ids) - 1, 0) for s in chosen) + sum(prompts.values())
 
 
-def loads(sequences: list[TokenSequence], shares: list[list[int]], share: bool = True) -> list[int]:
-    return [tokens_of(sequences, rows, share) for rows in shares]
+def loads(sequences: list[TokenSequence], shares: list[list[int]]) -> list[int]:
+    return [tokens_of(sequences, rows) for rows in shares]
 
 
 def num_parts(sequences: list[TokenSequence], shares: list[list[int]]) -> int:
@@ -35,12 +34,12 @@ def num_parts(sequences: list[TokenSequence], shares: list[list[int]]) -> int:
     return sum(len({sequences[row].group for row in rows}) for rows in shares)
 
 
-def unit_tokens(sequences: list[TokenSequence], share: bool) -> list[int]:
-    """Tokens of each group, or of each sequence where prompts are not shared."""
+def unit_tokens(sequences: list[TokenSequence]) -> list[int]:
+    """Tokens of each group."""
     rows_of: dict[int, list[int]] = {}
     for row, s in enumerate(sequences):
-        rows_of.setdefault(s.group if share else row, []).append(row)
-    return [tokens_of(sequences, rows, share) for rows in rows_of.values()]
+        rows_of.setdefault(s.group, []).append(row)
+    return [tokens_of(sequences, rows) for rows in rows_of.values()]
 
 
 @st.composite
@@ -53,27 +52,26 @@ def batches(draw):
 
 
 @quick
-@given(batches(), st.integers(1, 9), st.booleans(), st.booleans())
-def test_every_row_is_on_one_rank_beside_its_group(sequences, num_ranks, share, balance):
-    shares = split_over_ranks(sequences, num_ranks, share_prompts=share, balance=balance)
+@given(batches(), st.integers(1, 9), st.booleans())
+def test_every_row_is_on_one_rank_beside_its_group(sequences, num_ranks, balance):
+    shares = split_over_ranks(sequences, num_ranks, balance=balance)
     assert len(shares) == num_ranks
     assert sorted(itertools.chain(*shares)) == list(range(len(sequences)))
     assert sum(map(bool, shares)) == min(num_ranks, len(sequences))  # no idle rank unless there is nothing for it
-    if share:
-        for rows in shares:
-            of_group = [sequences[row].group for row in rows]
-            assert len(list(itertools.groupby(of_group))) == len(set(of_group))
+    for rows in shares:
+        of_group = [sequences[row].group for row in rows]
+        assert len(list(itertools.groupby(of_group))) == len(set(of_group))
 
 
 @quick
-@given(batches(), st.integers(1, 9), st.booleans())
-def test_no_rank_is_longer_than_the_mean_and_one_unit_or_than_in_batch_order(sequences, num_ranks, share):
-    shares = split_over_ranks(sequences, num_ranks, share_prompts=share)
-    longest = max(loads(sequences, shares, share))
-    units = unit_tokens(sequences, share)
+@given(batches(), st.integers(1, 9))
+def test_no_rank_is_longer_than_the_mean_and_one_unit_or_than_in_batch_order(sequences, num_ranks):
+    shares = split_over_ranks(sequences, num_ranks)
+    longest = max(loads(sequences, shares))
+    units = unit_tokens(sequences)
     even_share = sum(units) / num_ranks
-    naive = split_over_ranks(sequences, num_ranks, share_prompts=share, balance=False)
-    assert longest <= max(*loads(sequences, naive, share), 1.02 * even_share)
+    naive = split_over_ranks(sequences, num_ranks, balance=False)
+    assert longest <= max(*loads(sequences, naive), 1.02 * even_share)
     if len(units) >= num_ranks:
         assert longest <= even_share + max(units)
 
@@ -81,8 +79,8 @@ def test_no_rank_is_longer_than_the_mean_and_one_unit_or_than_in_batch_order(seq
 @quick
 @given(batches(), st.integers(1, 9))
 def test_groups_are_divided_only_where_whole_ones_are_uneven_and_only_for_a_gain(sequences, num_ranks):
-    shares = split_over_ranks(sequences, num_ranks, share_prompts=True)
-    units = unit_tokens(sequences, share=True)
+    shares = split_over_ranks(sequences, num_ranks)
+    units = unit_tokens(sequences)
     if num_parts(sequences, shares) > len(units) >= num_ranks:
         dealt = [0] * num_ranks
         for tokens in sorted(units, reverse=True):
@@ -92,65 +90,59 @@ def test_groups_are_divided_only_where_whole_ones_are_uneven_and_only_for_a_gain
 
 
 @quick
-@given(batches(), st.integers(1, 9), st.booleans())
-def test_the_split_depends_on_lengths_and_groups_alone(sequences, num_ranks, share):
+@given(batches(), st.integers(1, 9))
+def test_the_split_depends_on_lengths_and_groups_alone(sequences, num_ranks):
     others = [TokenSequence([7] * len(s.prompt_ids), [9] * len(s.response_ids), s.group) for s in sequences]
-    first, second = (split_over_ranks(each, num_ranks, share_prompts=share) for each in (sequences, others))
+    first, second = (split_over_ranks(each, num_ranks) for each in (sequences, others))
     assert first == second
 
 
 def test_batch_order_gives_equal_counts():
     sequences = group_of(0, 5, [1, 2, 3]) + group_of(1, 5, [4, 5, 6, 7])
-    assert split_over_ranks(sequences, 3, share_prompts=True, balance=False) == [[0, 1], [2, 3], [4, 5, 6]]
-    assert split_over_ranks(sequences, 1, share_prompts=True, balance=False) == [list(range(7))]
+    assert split_over_ranks(sequences, 3, balance=False) == [[0, 1], [2, 3], [4, 5, 6]]
+    assert split_over_ranks(sequences, 1, balance=False) == [list(range(7))]
 
 
 def test_one_rank_takes_all_and_more_ranks_than_sequences_leave_some_idle():
     sequences = [s for group in range(3) for s in group_of(group, 2, [1])]
-    assert split_over_ranks(sequences, 1, share_prompts=True) == [[0, 1, 2]]
-    assert sorted(map(len, split_over_ranks(sequences, 5, share_prompts=True))) == [0, 0, 1, 1, 1]
-    assert split_over_ranks([], 2, share_prompts=True) == [[], []]
+    assert split_over_ranks(sequences, 1) == [[0, 1, 2]]
+    assert sorted(map(len, split_over_ranks(sequences, 5))) == [0, 0, 1, 1, 1]
+    assert split_over_ranks([], 2) == [[], []]
 
 
 def test_whole_groups_that_come_out_even_are_found():
     # 8 + 5 + 4 and 7 + 6, against 8 + 7 and 6 + 5 + 4.
     sequences = [s for group, tokens in enumerate([8, 7, 6, 5, 4]) for s in group_of(group, 1, [tokens - 1])]
-    assert loads(sequences, split_over_ranks(sequences, 2, share_prompts=True)) == [15, 15]
+    assert loads(sequences, split_over_ranks(sequences, 2)) == [15, 15]
 
 
 def test_a_group_is_divided_where_that_is_worth_its_prompt():
     cheap = group_of(0, 10, [50, 50]) + group_of(1, 10, [10, 10])  # 110 and 30 whole; 60 + 10 + 20 divided
-    shares = split_over_ranks(cheap, 2, share_prompts=True)
+    shares = split_over_ranks(cheap, 2)
     assert sorted(loads(cheap, shares)) == [60, 90]
     assert num_parts(cheap, shares) == 3
     dear = group_of(0, 90, [20, 20]) + group_of(1, 10, [10, 10])  # 130 and 30 whole; 110 and 30 + 90 + 20 divided
-    shares = split_over_ranks(dear, 2, share_prompts=True)
+    shares = split_over_ranks(dear, 2)
     assert sorted(loads(dear, shares)) == [30, 130]
     assert num_parts(dear, shares) == 2
 
 
 def test_the_group_whose_prompt_costs_least_is_divided():
     sequences = group_of(0, 1, [2, 5]) + group_of(1, 41, [0]) + group_of(2, 32, [4, 2])
-    shares = split_over_ranks(sequences, 2, share_prompts=True)
+    shares = split_over_ranks(sequences, 2)
     assert loads(sequences, shares) == [44, 44]  # 41 + (1 + 2) and 38 + (1 + 5)
 
 
 def test_batch_order_is_kept_where_nothing_better_is_found():
     sequences = group_of(0, 37, [4, 4]) + group_of(1, 3, [5]) + group_of(2, 28, [5])
-    shares = split_over_ranks(sequences, 3, share_prompts=True)
+    shares = split_over_ranks(sequences, 3)
     assert loads(sequences, shares) == [41, 41, 41]
 
 
 def test_fewer_groups_than_ranks_divides_the_costliest():
     sequences = group_of(0, 10, [100] * 4) + group_of(1, 10, [40, 40])
-    shares = split_over_ranks(sequences, 3, share_prompts=True)
+    shares = split_over_ranks(sequences, 3)
     assert sorted(loads(sequences, shares)) == [90, 210, 210]
-
-
-def test_without_shared_prompts_samples_are_dealt_one_by_one():
-    sequences = group_of(0, 90, [10, 10, 10, 10]) + group_of(1, 90, [10, 10])
-    shares = split_over_ranks(sequences, 3, share_prompts=False)
-    assert loads(sequences, shares, share=False) == [200, 200, 200]
 
 
 @pytest.mark.parametrize(("num_groups", "num_ranks"), [(32, 8), (64, 8), (128, 8), (256, 64)])
@@ -161,8 +153,8 @@ def test_groups_of_like_problems_are_balanced_whole(num_groups, num_ranks):
         prompt, answer = round(draw.gauss(106, 20)), draw.lognormvariate(4.7, 0.43)
         responses = [round(answer * draw.lognormvariate(0, 0.4)) for _ in range(8)]
         sequences += group_of(group, max(prompt, 40), responses)
-    shares = split_over_ranks(sequences, num_ranks, share_prompts=True)
-    balance = measure_balance(sequences, shares, share_prompts=True)
+    shares = split_over_ranks(sequences, num_ranks)
+    balance = measure_balance(sequences, shares)
     assert balance.after <= 1.02 < 1.1 < balance.before
     assert num_parts(sequences, shares) == num_groups
 
@@ -170,10 +162,9 @@ def test_groups_of_like_problems_are_balanced_whole(num_groups, num_ranks):
 def test_balance_counts_what_the_model_is_fed():
     sequences = group_of(0, 10, [20, 20]) + group_of(1, 10, [5, 5])
     whole, mixed = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
-    assert measure_balance(sequences, whole, share_prompts=True) == RankBalance(50 / 35, 50 / 35)
-    assert measure_balance(sequences, mixed, share_prompts=True) == RankBalance(50 / 35, 1.0)
-    assert measure_balance(sequences, whole, share_prompts=False) == RankBalance(60 / 45, 60 / 45)
-    assert measure_balance([], [[], []], share_prompts=True) == RankBalance(1.0, 1.0)
+    assert measure_balance(sequences, whole) == RankBalance(50 / 35, 50 / 35)
+    assert measure_balance(sequences, mixed) == RankBalance(50 / 35, 1.0)
+    assert measure_balance([], [[], []]) == RankBalance(1.0, 1.0)
     for rows in whole:
-        (micro,) = split_micro_batches([sequences[row] for row in rows], max_tokens=50, max_sequences=None, share_prompts=True)
+        (micro,) = split_micro_batches([sequences[row] for row in rows], max_tokens=50, max_sequences=None)
         assert len(micro) == 2

@@ -9,14 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pellucid.training.common.attention import PaddedAttention
 from pellucid.training.common.packing import (
     ModelInput,
     TokenSequence,
     pack,
     packed_spans,
-    pad,
-    padded_spans,
     sequences_of,
     split_micro_batches,
 )
@@ -45,46 +42,45 @@ def side_by_side(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 
 @quick
-@given(batches(), st.integers(20, 60), st.integers(1, 4), st.booleans())
-def test_split_properties(sequences, max_tokens, max_sequences, share):
+@given(batches(), st.integers(20, 60), st.integers(1, 4))
+def test_split_properties(sequences, max_tokens, max_sequences):
     for tokens, rows in ((max_tokens, None), (None, max_sequences), (max_tokens, max_sequences), (None, None)):
-        split = split_micro_batches(sequences, max_tokens=tokens, max_sequences=rows, share_prompts=share)
+        split = split_micro_batches(sequences, max_tokens=tokens, max_sequences=rows)
         assert sorted(row for micro in split for row in micro) == list(range(len(sequences)))
         assert all(split)
         for micro in split:
             assert rows is None or len(micro) <= rows
-            packed = pack([sequences[row] for row in micro], CPU, share_prompts=share)
-            assert tokens is None or packed.num_real_tokens <= tokens
+            packed = pack([sequences[row] for row in micro], CPU)
+            assert tokens is None or packed.num_tokens <= tokens
 
 
 @quick
 @given(batches(), st.integers(20, 60))
 def test_split_keeps_groups_together_and_packs_tightly(sequences, max_tokens):
-    split = split_micro_batches(sequences, max_tokens=max_tokens, max_sequences=None, share_prompts=True)
+    split = split_micro_batches(sequences, max_tokens=max_tokens, max_sequences=None)
     groups = [sequences[row].group for micro in split for row in micro]
     assert groups == sorted(groups)
     for micro, following in itertools.pairwise(split):  # the next sequence did not fit
         grown = pack([sequences[row] for row in [*micro, following[0]]], CPU)
-        assert grown.num_real_tokens > max_tokens
+        assert grown.num_tokens > max_tokens
 
 
 def test_no_limit_is_one_micro_batch():
     sequences = [TokenSequence([1], [2] * 50, group) for group in (1, 0, 1)]
-    assert split_micro_batches(sequences, max_tokens=None, max_sequences=None, share_prompts=True) == [[1, 0, 2]]
-    assert split_micro_batches([], max_tokens=10, max_sequences=None, share_prompts=True) == []
+    assert split_micro_batches(sequences, max_tokens=None, max_sequences=None) == [[1, 0, 2]]
+    assert split_micro_batches([], max_tokens=10, max_sequences=None) == []
 
 
 def test_shared_prompts_count_once():
-    sequences = [TokenSequence([1] * 10, [2] * 6, 0) for _ in range(4)]  # 10 + 4·5 = 30 tokens, or 4·15 = 60
-    assert split_micro_batches(sequences, max_tokens=30, max_sequences=None, share_prompts=True) == [[0, 1, 2, 3]]
-    assert split_micro_batches(sequences, max_tokens=30, max_sequences=None, share_prompts=False) == [[0, 1], [2, 3]]
+    sequences = [TokenSequence([1] * 10, [2] * 6, 0) for _ in range(4)]  # 10 + 4·5 = 30 tokens
+    assert split_micro_batches(sequences, max_tokens=30, max_sequences=None) == [[0, 1, 2, 3]]
 
 
 def test_one_sequence_over_the_budget():
     sequences = [TokenSequence([1] * 10, [2] * 6, 0)]
-    split_micro_batches(sequences, max_tokens=15, max_sequences=None, share_prompts=True)
+    split_micro_batches(sequences, max_tokens=15, max_sequences=None)
     with pytest.raises(ValueError, match="15 tokens is over the micro-batch budget of 14"):
-        split_micro_batches(sequences, max_tokens=14, max_sequences=None, share_prompts=True)
+        split_micro_batches(sequences, max_tokens=14, max_sequences=None)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------
@@ -99,21 +95,18 @@ def input_of(layout: ModelInput, flat_row: int) -> tuple[int, int]:
 
 
 @quick
-@given(batches(), st.sampled_from(["shared", "repeated", "padded"]))
-def test_targets_and_the_inputs_that_predict_them(sequences, how):
+@given(batches())
+def test_targets_and_the_inputs_that_predict_them(sequences):
     sequences = side_by_side(sequences)
-    layout = pad(sequences, CPU) if how == "padded" else pack(sequences, CPU, share_prompts=how == "shared")
+    layout = pack(sequences, CPU)
     found = list(zip(layout.row.tolist(), layout.column.tolist(), layout.target_ids.tolist()))
     assert found == expected_targets(sequences)
     for (row, column, _), flat in zip(found, layout.predict_index.tolist()):
         whole = sequences[row].prompt_ids + sequences[row].response_ids
         before = len(sequences[row].prompt_ids) + column - 1
         assert input_of(layout, flat) == (whole[before], before)
-    if how != "padded":
-        assert layout.input_ids.numel() == layout.num_real_tokens
-        distinct = len({s.group for s in sequences}) if how == "shared" else len(sequences)
-        starts = int((layout.position_ids == 0).sum())
-        assert starts == distinct
+    assert layout.input_ids.numel() == layout.num_tokens
+    assert int((layout.position_ids == 0).sum()) == len({s.group for s in sequences})
 
 
 @quick
@@ -130,17 +123,16 @@ def test_scatter_puts_each_value_where_its_token_is(sequences):
 
 
 @quick
-@given(batches(min_response=1), st.booleans(), st.data())
-def test_given_tokens_are_fed_and_not_predicted(sequences, packed, data):
+@given(batches(min_response=1), st.data())
+def test_given_tokens_are_fed_and_not_predicted(sequences, data):
     """The input is the same; of what is predicted the given tokens are left out."""
     sequences = side_by_side(sequences)
     for sequence in sequences:
         drawn = st.lists(st.booleans(), min_size=len(sequence.response_ids), max_size=len(sequence.response_ids))
         sequence.sampled = data.draw(st.none() | drawn)
-    lay_out = pack if packed else pad
-    layout, whole = lay_out(sequences, CPU), lay_out([replace(one, sampled=None) for one in sequences], CPU)
+    layout, whole = pack(sequences, CPU), pack([replace(one, sampled=None) for one in sequences], CPU)
     assert torch.equal(layout.input_ids, whole.input_ids) and torch.equal(layout.position_ids, whole.position_ids)
-    assert layout.num_real_tokens == whole.num_real_tokens
+    assert layout.num_tokens == whole.num_tokens
     sampled = torch.tensor([one for s in sequences for one in s.sampled or [True] * len(s.response_ids)], dtype=torch.bool)
     for name in ("predict_index", "target_ids", "row", "column"):
         assert torch.equal(getattr(layout, name), getattr(whole, name)[sampled]), name
@@ -162,22 +154,21 @@ def test_sequences_of_names_groups_by_prompt():
 
 
 def test_spans_name_every_token_of_a_pack():
-    """A group's prompt is there once; padding belongs to nobody."""
+    """A group's prompt is there once."""
     sequences = [
         TokenSequence([1, 2], [3, 4, 5], 0, "a sample 0", "a"),
         TokenSequence([1, 2], [6], 0, "a sample 1", "a"),
         TokenSequence([7], [8, 9], 1, "b sample 0", "b"),
     ]
     ids = {"a": [1, 2], "b": [7], "a sample 0": [3, 4], "a sample 1": [], "b sample 0": [8]}
-    for inputs, spans in ((pack(sequences, CPU), packed_spans(sequences)), (pad(sequences, CPU), padded_spans(sequences))):
-        tokens, positions = inputs.input_ids.flatten(), inputs.position_ids.flatten()
-        for span in spans:
-            at = slice(span.start, span.start + span.length)
-            assert tokens[at].tolist() == ids[span.sample], span
-            assert positions[at].tolist() == list(range(span.position, span.position + span.length))
-            assert span.part == ("response" if " " in span.sample else "prompt")
+    inputs = pack(sequences, CPU)
+    for span in packed_spans(sequences):
+        at = slice(span.start, span.start + span.length)
+        assert inputs.input_ids[0, at].tolist() == ids[span.sample], span
+        assert inputs.position_ids[0, at].tolist() == list(range(span.position, span.position + span.length))
+        assert span.part == ("response" if " " in span.sample else "prompt")
     covered = [token for span in packed_spans(sequences) for token in range(span.start, span.start + span.length)]
-    assert covered == list(range(pack(sequences, CPU).num_real_tokens))
+    assert covered == list(range(pack(sequences, CPU).num_tokens))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -220,7 +211,7 @@ def attend_by_hand(layout: ModelInput, sequences, q, k, v, window):
 def test_packed_attention_is_the_definition(sequences, window):
     sequences = side_by_side(sequences)
     layout = pack(sequences, CPU)
-    q, k, v = query_key_value(layout.num_real_tokens)
+    q, k, v = query_key_value(layout.num_tokens)
     output = layout.layout.attend(0, q, k, v, scale=SIZE**-0.5, window=window)
     torch.testing.assert_close(output, attend_by_hand(layout, sequences, q, k, v, window), rtol=1e-9, atol=1e-9)
 
@@ -233,24 +224,15 @@ def test_very_different_lengths_share_a_pack():
     sequences += [TokenSequence(sequences[-1].prompt_ids, [2] * 30, 4), TokenSequence(sequences[-1].prompt_ids, [3], 4)]
     layout = pack(sequences, CPU)
     assert len(layout.layout.buckets) > 2  # pyright: ignore[reportAttributeAccessIssue]
-    q, k, v = query_key_value(layout.num_real_tokens)
+    q, k, v = query_key_value(layout.num_tokens)
     output = layout.layout.attend(0, q, k, v, scale=SIZE**-0.5, window=None)
     torch.testing.assert_close(output, attend_by_hand(layout, sequences, q, k, v, None), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_padded_attention_is_causal(window):
-    q, k, v = query_key_value(6)
-    output = PaddedAttention().attend(0, q, k, v, scale=SIZE**-0.5, window=window)
-    sequence = TokenSequence(list(range(6)), [], 0)
-    by_hand = attend_by_hand(pack([sequence], CPU), [sequence], q, k, v, window)
-    torch.testing.assert_close(output, by_hand, rtol=1e-9, atol=1e-9)
 
 
 def test_attention_backward_reaches_the_shared_prompt_from_each_response():
     sequences = [TokenSequence([1, 2, 3], [4, 5, 6], 0), TokenSequence([1, 2, 3], [7, 8], 0)]
     layout = pack(sequences, CPU)
-    q, k, v = (tensor.requires_grad_() for tensor in query_key_value(layout.num_real_tokens))
+    q, k, v = (tensor.requires_grad_() for tensor in query_key_value(layout.num_tokens))
 
     def attend(q, k, v):
         return layout.layout.attend(0, q, k, v, scale=SIZE**-0.5, window=None)

@@ -87,11 +87,11 @@ class Watched:
         return self.sentinel.take_finding()
 
 
-def engine(*, on: bool = True, packed: bool = True, dtype: torch.dtype = torch.float32) -> Watched:
+def engine(*, on: bool = True, dtype: torch.dtype = torch.float32) -> Watched:
     """A tiny model that needs two micro-batches for `sequences()`; the poisoned one is in the second."""
     model = tiny_model()
     optimizer = ScheduledAdamW(dict(model.named_parameters()), Schedule(1e-3, 0, 10), 0.0, (0.9, 0.999), 1.0)
-    cut = MicroBatching(24, None, packed)
+    cut = MicroBatching(24, None)
     sentinel = Sentinel() if on else None
     made = FsdpEngine(model, optimizer, cut, device=CPU, dtype=dtype, probe=sentinel or NO_PROBE)
     if sentinel is not None:
@@ -168,11 +168,6 @@ class BadGradient(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.fixture(params=["packed", "padded"])
-def packed(request) -> bool:
-    return request.param == "packed"
-
-
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,8 +191,8 @@ def test_a_bad_weight_is_named(run):
     assert (finding.unit, finding.index, finding.num_units, finding.reproduced) == ("micro-batch", 1, 2, True)
 
 
-def test_one_bad_token_is_named_by_sample_position_and_id(packed):
-    one = engine(packed=packed)
+def test_one_bad_token_is_named_by_sample_position_and_id():
+    one = engine()
     poison_outputs(one, one.model.model.layers[0].mlp)
     error = failure(forward(one))
     finding = repeated(forward(one))
@@ -259,9 +254,8 @@ def test_the_head_is_named(kind):
     assert (finding.tokens[0].sample, finding.tokens[0].positions[0]) == ("q0 sample 0", 4), "the first token of a response"
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_given_tokens_are_passed_over_where_the_head_is_named(packed):
-    one = engine(packed=packed)
+def test_given_tokens_are_passed_over_where_the_head_is_named():
+    one = engine()
     with torch.no_grad():
         one.model.lm_head.weight[0, 0] = math.nan
     partly = [replace(s, sampled=[t not in (0, 2) for t in range(len(s.response_ids))]) for s in sequences()]

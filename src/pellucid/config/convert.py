@@ -76,7 +76,7 @@ def type_text(hint: Any) -> str:
         said = [str(meta) for meta in args[1:] if isinstance(meta, Range | OrImportPath)]
         return " ".join(filter(None, [type_text(args[0]), *said]))
     if origin is Literal:
-        return " | ".join(str(arg) for arg in args)
+        return " | ".join(yaml_word(arg) for arg in args)
     if origin in (Union, types.UnionType):
         return " or ".join(type_text(arg) for arg in args)
     if origin is list:
@@ -139,7 +139,7 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
     if dataclasses.is_dataclass(hint):
         return _entry(value, hint, key)
     if origin is Literal:
-        if isinstance(value, str) and value in args:
+        if isinstance(value, str | bool) and value in args:
             return value
         close = nearest(str(value), [str(arg) for arg in args])
         raise UserError(key, f"{_shown(value)} is not one of {allowed}.", f"Did you mean '{close}'?" if close else "")

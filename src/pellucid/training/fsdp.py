@@ -29,15 +29,7 @@ from pellucid.training.common.models import (
     save_hf_model,
 )
 from pellucid.training.common.optimizer import ScheduledAdamW
-from pellucid.training.common.packing import (
-    ModelInput,
-    TokenSequence,
-    pack,
-    packed_spans,
-    pad,
-    padded_spans,
-    split_micro_batches,
-)
+from pellucid.training.common.packing import ModelInput, TokenSequence, pack, packed_spans, split_micro_batches
 from pellucid.training.common.staging import StagedWriter
 from pellucid.training.protocol import (
     MODEL_FILE,
@@ -59,11 +51,10 @@ _NUM_STEPS = "__num_steps__"
 
 @dataclass(slots=True)
 class MicroBatching:
-    """How a mini-batch is cut: by tokens or by sequences, packed or padded."""
+    """How a mini-batch is cut: by tokens or by sequences."""
 
     max_tokens: int | None
     max_sequences: int | None
-    packed: bool = True
 
 
 class FsdpEngine:
@@ -90,13 +81,8 @@ class FsdpEngine:
         about as many tokens each, instead of as many sequences in batch order. `probe` hears of micro- and
         mini-batches.
         """
-        self.model, self.optimizer, self.micro_batching, self.device, self.dtype = (
-            model,
-            optimizer,
-            micro_batching,
-            device,
-            dtype,
-        )
+        self.model, self.optimizer, self.micro_batching = model, optimizer, micro_batching
+        self.device, self.dtype = device, dtype
         self.sharding, self._without_adapters = sharding, without_adapters
         self._balance_ranks, self._probe = balance_ranks, probe
         self.version, self.flops = 0, 0.0
@@ -168,9 +154,7 @@ class FsdpEngine:
                 if rows and not math.isfinite(value):
                     failure = failure or NonFiniteError("loss", value, rows)
                 if self.sharding is not None:
-                    micro_loss = (
-                        micro_loss * self.sharding.num_ranks
-                    )  # ranks' gradients are averaged, and the loss is a sum
+                    micro_loss = micro_loss * self.sharding.num_ranks  # ranks' gradients are averaged, the loss is a sum
                 micro_loss.backward()
                 total_loss += value if rows else 0.0
                 results.store(rows, inputs, scores)
@@ -193,8 +177,7 @@ class FsdpEngine:
         # Forward and the gradient of activations go through every weight, the gradient of weights only to trained ones.
         self.flops += (4.0 * self._num_parameters + 2.0 * self._num_trainable) * results.scores.num_input_tokens
         self.version += 1
-        packed = self.micro_batching.packed
-        balance = measure_balance(sequences, shares, share_prompts=packed) if len(shares) > 1 else None
+        balance = measure_balance(sequences, shares) if len(shares) > 1 else None
         return UpdateResult(results.scores, total_loss, grad_norm, lr, balance)
 
     def _agree(self, loss: float, failure: NonFiniteError | None) -> float:
@@ -313,8 +296,7 @@ class FsdpEngine:
         """Return the rows that each rank runs; every rank finds the same."""
         if self.sharding is None:
             return [list(range(len(sequences)))]
-        packed = self.micro_batching.packed
-        return split_over_ranks(sequences, self.sharding.num_ranks, share_prompts=packed, balance=self._balance_ranks)
+        return split_over_ranks(sequences, self.sharding.num_ranks, balance=self._balance_ranks)
 
     def _micro_batches(
         self, sequences: list[TokenSequence], shares: list[list[int]]
@@ -324,42 +306,30 @@ class FsdpEngine:
         """
         if self.sharding is None:
             for rows in self._split(sequences, shares[0]):
-                yield rows, self._input([sequences[row] for row in rows])
+                yield rows, pack([sequences[row] for row in rows], self.device)
             return
         mine = shares[self.sharding.rank]
         micro_batches = self._split(sequences, mine)
         missing = self.sharding.largest(len(micro_batches)) - len(micro_batches)  # before the first pass, on every rank
         for rows in micro_batches:
-            yield rows, self._input([sequences[row] for row in rows])
+            yield rows, pack([sequences[row] for row in rows], self.device)
         # A token of this rank's own rows: where it makes a NaN, these rows have made one before.
         prompt = sequences[mine[0] if mine else 0].prompt_ids[:1] if sequences else [0]
         for _ in range(missing):
-            yield [], self._input([TokenSequence(prompt, prompt, 0)])
+            yield [], pack([TokenSequence(prompt, prompt, 0)], self.device)
 
     def _micro_batch(
         self, sequences: list[TokenSequence], rows: list[int], inputs: ModelInput
     ) -> AbstractContextManager[object]:
         """Return the context round a micro-batch that tells the profiler what is in it."""
-        spans = packed_spans if self.micro_batching.packed else padded_spans
-        return self._probe.unit(
-            Unit.MICRO_BATCH,
-            lambda: spans([sequences[row] for row in rows]) if rows else [],
-            rows=len(rows),
-            tokens=inputs.num_real_tokens,
-        )
+        spans = lambda: packed_spans([sequences[row] for row in rows]) if rows else []  # noqa: E731
+        return self._probe.unit(Unit.MICRO_BATCH, spans, rows=len(rows), tokens=inputs.num_tokens)
 
     def _split(self, sequences: list[TokenSequence], among: list[int]) -> list[list[int]]:
         cut = self.micro_batching
-        parts = split_micro_batches(
-            [sequences[row] for row in among],
-            max_tokens=cut.max_tokens,
-            max_sequences=cut.max_sequences,
-            share_prompts=cut.packed,
-        )
+        mine = [sequences[row] for row in among]
+        parts = split_micro_batches(mine, max_tokens=cut.max_tokens, max_sequences=cut.max_sequences)
         return [[among[index] for index in part] for part in parts]
-
-    def _input(self, micro: list[TokenSequence]) -> ModelInput:
-        return (pack if self.micro_batching.packed else pad)(micro, self.device)
 
     def _run(self, inputs: ModelInput, head: TokenHead) -> TokenScores:
         """Return the head's [M] results for one micro-batch."""
@@ -432,7 +402,7 @@ class _Results:
             if rows:
                 whole[at] = values.detach()
         if rows:
-            self.scores.num_input_tokens += inputs.num_real_tokens
+            self.scores.num_input_tokens += inputs.num_tokens
 
     def add_up(self, sharding: "Sharding") -> None:
         """Add the rows that other ranks ran; each row is one rank's and zero on all others."""

@@ -24,8 +24,8 @@ class BaseModelConfig:
     """Fields of the model's own Hugging Face config to replace, e.g. `{attention_dropout: 0.0}`."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations during the backward pass: less memory, about a third more arithmetic."""
-    use_remove_padding: bool = True
-    """Pack sequences end to end so that no arithmetic is spent on padding."""
+    use_remove_padding: Literal[True] = True
+    """Sequences are packed end to end, so that no arithmetic is spent on padding; there is no other way."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder; only for sources you trust."""
 

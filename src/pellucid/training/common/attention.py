@@ -142,30 +142,6 @@ class PackedAttention:
         return _take_rows(torch.cat(outputs), self._output_row)[None]
 
 
-class PaddedAttention:
-    """Plain causal attention over right-padded [B, L] rows: the reference that packing is tested against."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Return [B, L, H, D]; padding lies to the right of every real token, so causality hides it."""
-        mask = None
-        if window is not None:
-            positions = torch.arange(query.shape[2], device=query.device)
-            distance = positions[:, None] - positions
-            mask = (distance >= 0) & (distance < window)
-        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, **options)
-        return output.transpose(1, 2)
-
-
 def _gather(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the [N, H, D] tokens at [R, L] positions as [R, H, L, D]."""
     return _take_rows(tokens, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2)

@@ -37,9 +37,7 @@ class RankBalance:
     """With the split that was used."""
 
 
-def split_over_ranks(
-    sequences: list[TokenSequence], num_ranks: int, *, share_prompts: bool, balance: bool = True
-) -> list[list[int]]:
+def split_over_ranks(sequences: list[TokenSequence], num_ranks: int, *, balance: bool = True) -> list[list[int]]:
     """Return the rows that each rank runs, a group's side by side.
 
     Whole groups are dealt costliest first, each to the rank with the fewest tokens (Graham's LPT rule). Then the
@@ -54,20 +52,19 @@ def split_over_ranks(
     Args:
         sequences: the whole mini-batch.
         num_ranks: data-parallel ranks.
-        share_prompts: whether a group's prompt counts once a rank; otherwise every sequence is a group of its own.
         balance: False gives each rank as many sequences in batch order.
 
     Returns:
         Row indices of each rank; every row appears once. A rank has none only where sequences are fewer than ranks.
     """
-    lengths = _Lengths(sequences, share_prompts)
+    lengths = _Lengths(sequences)
     shares = _balanced(lengths, num_ranks) if balance else _in_batch_order(len(sequences), num_ranks)
     return [sorted(rows, key=lambda row: (lengths.group[row], row)) for rows in shares]
 
 
-def measure_balance(sequences: list[TokenSequence], shares: list[list[int]], *, share_prompts: bool) -> RankBalance:
+def measure_balance(sequences: list[TokenSequence], shares: list[list[int]]) -> RankBalance:
     """Return how even `shares`, the rows of each rank, are, and how even they would be in batch order."""
-    lengths = _Lengths(sequences, share_prompts)
+    lengths = _Lengths(sequences)
     return RankBalance(
         before=lengths.imbalance(_in_batch_order(len(sequences), len(shares))), after=lengths.imbalance(shares)
     )
@@ -76,8 +73,8 @@ def measure_balance(sequences: list[TokenSequence], shares: list[list[int]], *, 
 class _Lengths:
     """Tokens that each row feeds to the model: its response, and its prompt unless a row of its group brings it."""
 
-    def __init__(self, sequences: list[TokenSequence], share_prompts: bool) -> None:
-        self.group = [s.group if share_prompts else row for row, s in enumerate(sequences)]
+    def __init__(self, sequences: list[TokenSequence]) -> None:
+        self.group = [s.group for s in sequences]
         self.prompt = [len(s.prompt_ids) for s in sequences]
         self.response = [num_input_tokens(s, with_prompt=False) for s in sequences]
 

@@ -11,7 +11,7 @@ from itertools import groupby
 import torch
 
 from pellucid.stages import TokenSpan
-from pellucid.training.common.attention import AttentionLayout, PackedAttention, PaddedAttention, SegmentBucket
+from pellucid.training.common.attention import AttentionLayout, PackedAttention, SegmentBucket
 from pellucid.types import Rollout
 
 # Segments of one attention call differ in length by at most this factor, which bounds the padding inside attention.
@@ -39,9 +39,9 @@ class ModelInput:
     """One micro-batch as the model takes it: N input tokens, M response tokens to predict."""
 
     input_ids: torch.Tensor
-    """[1, N] packed, or [B, L] padded."""
+    """[1, N]."""
     position_ids: torch.Tensor
-    """Same shape: positions restart with every sequence; a response continues its prompt's."""
+    """[1, N]: positions restart with every sequence; a response continues its prompt's."""
     layout: AttentionLayout
     predict_index: torch.Tensor
     """[M] rows of the flattened hidden states that predict the sampled response tokens."""
@@ -51,8 +51,8 @@ class ModelInput:
     """[M] sequence index of each response token within the micro-batch."""
     column: torch.Tensor
     """[M] its position in the response."""
-    num_real_tokens: int
-    """Input tokens that are not padding."""
+    num_tokens: int
+    """N."""
 
     def scatter(self, values: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
         """Place [M] per-token values into a right-padded [num_rows, width] tensor of zeros, keeping the gradient."""
@@ -76,7 +76,7 @@ def sequences_of(rollouts: list[Rollout]) -> list[TokenSequence]:
 
 
 def split_micro_batches(
-    sequences: list[TokenSequence], *, max_tokens: int | None, max_sequences: int | None, share_prompts: bool
+    sequences: list[TokenSequence], *, max_tokens: int | None, max_sequences: int | None
 ) -> list[list[int]]:
     """Split into micro-batches, keeping groups together so that a prompt is packed as few times as possible.
 
@@ -84,7 +84,6 @@ def split_micro_batches(
         sequences: what to split, in batch order.
         max_tokens: token budget of one micro-batch, or None.
         max_sequences: most sequences in one micro-batch, or None.
-        share_prompts: whether a group's prompt counts once.
 
     Returns:
         Row indices of each micro-batch; every row appears once.
@@ -100,7 +99,7 @@ def split_micro_batches(
         alone = num_input_tokens(sequence, with_prompt=True)
         if max_tokens is not None and alone > max_tokens:
             raise ValueError(f"a sequence of {alone} tokens is over the micro-batch budget of {max_tokens} tokens")
-        cost = num_input_tokens(sequence, with_prompt=not (share_prompts and sequence.group == last_group))
+        cost = num_input_tokens(sequence, with_prompt=sequence.group != last_group)
         full = (
             not batches
             or (max_tokens is not None and tokens + cost > max_tokens)
@@ -121,19 +120,18 @@ def num_input_tokens(sequence: TokenSequence, *, with_prompt: bool) -> int:
     return max(len(sequence.response_ids) - 1, 0) + (len(sequence.prompt_ids) if with_prompt else 0)
 
 
-def pack(sequences: list[TokenSequence], device: torch.device, *, share_prompts: bool = True) -> ModelInput:
+def pack(sequences: list[TokenSequence], device: torch.device) -> ModelInput:
     """Lay `sequences` end to end as one row of N tokens; prompts of a group appear once.
 
     Args:
         sequences: the micro-batch; a group's sequences must be neighbours to share their prompt.
         device: where the tensors go.
-        share_prompts: False repeats the prompt for each sequence.
     """
     ids: list[int] = []
     positions: list[int] = []
     segments: list[tuple[range, list[int]]] = []
     predict: list[int] = []
-    for group in _neighbours(sequences, share_prompts):
+    for group in _groups(sequences):
         prompt = group[0].prompt_ids
         prompt_at = range(len(ids), len(ids) + len(prompt))
         ids += prompt
@@ -153,29 +151,30 @@ def pack(sequences: list[TokenSequence], device: torch.device, *, share_prompts:
                 segments.append((at, [*prompt_at, *at]))
             if sequence.response_ids:
                 predict += [prompt_at.stop - 1, *at]
-    layout = PackedAttention(_bucket(segments, device), len(ids))
-    return _model_input(
-        sequences,
+    targets = [token for s in sequences for token in s.response_ids]
+    rows = [row for row, s in enumerate(sequences) for _ in s.response_ids]
+    columns = [column for s in sequences for column in range(len(s.response_ids))]
+    drawn = [one for s in sequences for one in s.sampled or [True] * len(s.response_ids)]
+    predicted = torch.tensor([predict, targets, rows, columns], dtype=torch.int64, device=device)
+    return ModelInput(
         torch.tensor([ids], device=device),
         torch.tensor([positions], device=device),
-        layout,
-        predict,
-        len(ids),
+        PackedAttention(_bucket(segments, device), len(ids)),
+        *predicted[:, torch.tensor(drawn, dtype=torch.bool, device=device)],
+        num_tokens=len(ids),
     )
 
 
-def _neighbours(sequences: list[TokenSequence], share_prompts: bool) -> list[list[TokenSequence]]:
-    """Return the sequences that share a prompt in the pack."""
-    if not share_prompts:
-        return [[sequence] for sequence in sequences]
+def _groups(sequences: list[TokenSequence]) -> list[list[TokenSequence]]:
+    """Return the sequences that share a prompt in the pack: neighbours of one group."""
     return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
 
 
-def packed_spans(sequences: list[TokenSequence], *, share_prompts: bool = True) -> list[TokenSpan]:
+def packed_spans(sequences: list[TokenSequence]) -> list[TokenSpan]:
     """Return whose tokens lie where on the token axis that `pack` makes."""
     spans: list[TokenSpan] = []
     at = 0
-    for group in _neighbours(sequences, share_prompts):
+    for group in _groups(sequences):
         num_prompt = len(group[0].prompt_ids)
         spans.append(TokenSpan(group[0].prompt_name, "prompt", at, num_prompt, 0))
         at += num_prompt
@@ -184,56 +183,6 @@ def packed_spans(sequences: list[TokenSequence], *, share_prompts: bool = True) 
             spans.append(TokenSpan(sequence.name, "response", at, num_fed, num_prompt, sequence.sampled))
             at += num_fed
     return spans
-
-
-def padded_spans(sequences: list[TokenSequence]) -> list[TokenSpan]:
-    """Return whose tokens lie where on the flattened token axis that `pad` makes; padding belongs to nobody."""
-    width = max(num_input_tokens(sequence, with_prompt=True) for sequence in sequences)
-    spans: list[TokenSpan] = []
-    for row, sequence in enumerate(sequences):
-        num_prompt, at = len(sequence.prompt_ids), row * width
-        spans.append(TokenSpan(sequence.prompt_name, "prompt", at, num_prompt, 0))
-        num_fed = len(sequence.response_ids[:-1])
-        spans.append(TokenSpan(sequence.name, "response", at + num_prompt, num_fed, num_prompt, sequence.sampled))
-    return spans
-
-
-def pad(sequences: list[TokenSequence], device: torch.device) -> ModelInput:
-    """Lay `sequences` out as right-padded rows [B, L]: what packing replaces, kept as its reference."""
-    rows = [[*s.prompt_ids, *s.response_ids[:-1]] for s in sequences]
-    length = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
-    positions = torch.arange(length, device=device).expand(len(rows), -1)
-    predict = [
-        index * length + len(s.prompt_ids) - 1 + t
-        for index, s in enumerate(sequences)
-        for t in range(len(s.response_ids))
-    ]
-    return _model_input(sequences, ids, positions, PaddedAttention(), predict, sum(map(len, rows)))
-
-
-def _model_input(
-    sequences: list[TokenSequence],
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    layout: AttentionLayout,
-    predict: list[int],
-    num_real_tokens: int,
-) -> ModelInput:
-    device = input_ids.device
-    targets = [token for s in sequences for token in s.response_ids]
-    rows = [row for row, s in enumerate(sequences) for _ in s.response_ids]
-    columns = [column for s in sequences for column in range(len(s.response_ids))]
-    predict_index, target_ids, row, column = (
-        torch.tensor(values, dtype=torch.int64, device=device) for values in (predict, targets, rows, columns)
-    )
-    if any(s.sampled is not None for s in sequences):
-        drawn = [one for s in sequences for one in s.sampled or [True] * len(s.response_ids)]
-        sampled = torch.tensor(drawn, dtype=torch.bool, device=device)
-        predict_index, target_ids, row, column = (
-            values[sampled] for values in (predict_index, target_ids, row, column)
-        )
-    return ModelInput(input_ids, position_ids, layout, predict_index, target_ids, row, column, num_real_tokens)
 
 
 def _bucket(segments: list[tuple[range, list[int]]], device: torch.device) -> list[SegmentBucket]:
