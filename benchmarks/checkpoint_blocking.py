@@ -40,7 +40,7 @@ class Trainer:
     def __init__(self, model_path: str, strategy: str | None, folder: Path, num_sequences: int) -> None:
         keep_freed_memory()
         model = load_model(model_path, device=CPU)
-        sharding = None if strategy is None else Sharding(model, ShardingPlan(strategy), CPU)  # pyright: ignore[reportArgumentType]
+        sharding = None if strategy is None else Sharding(model, ShardingPlan(), CPU)
         named = dict(model.named_parameters()) if sharding is None else sharding.parameters()
         optimizer = ScheduledAdamW(named, Schedule(1e-6, 0, 1), 0.01, (0.9, 0.999), 1.0)
         self.engine = FsdpEngine(model, optimizer, MicroBatching(2048, None), device=CPU, dtype=torch.float32, sharding=sharding)
@@ -148,7 +148,7 @@ def run_rank(rank: int, num_ranks: int, strategy: str, folder: Path, model_path:
 def main() -> None:
     options_parser = parser(__doc__)
     options_parser.add_argument("--sequences", type=int, default=8, help="sequences of 93 tokens an update")
-    options_parser.add_argument("--arms", nargs="*", default=["process", "fsdp2", "fsdp"])
+    options_parser.add_argument("--arms", nargs="*", default=["process", "fsdp2"])
     options_parser.add_argument("--folder", type=Path, default=None, help="where to write checkpoints (default: a temporary folder)")
     options = options_parser.parse_args()
     rows = []

@@ -77,7 +77,7 @@ targets = torch.randint(0, 49152, (4096,))
 warm = torch.mm(torch.randn(64, 64), torch.randn(64, 64))
 base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if sys.argv[1] == "chunked":
-    logp, entropy = token_log_probs(hidden, weight, targets, with_entropy=True)
+    logp, entropy, _ = token_log_probs(hidden, weight, targets, with_entropy=True)
 else:
     logits = hidden @ weight.T
     distribution = logits.log_softmax(-1)

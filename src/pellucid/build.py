@@ -178,7 +178,7 @@ class Compute:
         return self.num_ranks > 1 or (fsdp.param_offload and self.device.type != "cpu")
 
     def shard(
-        self, model: PreTrainedModel, strategy: Literal["fsdp", "fsdp2"], fsdp: FsdpConfig | RefFsdpConfig, section: str
+        self, model: PreTrainedModel, fsdp: FsdpConfig | RefFsdpConfig, section: str
     ) -> "Sharding | None":
         """Spread `model` over the ranks; None where one process holds it whole.
 
@@ -192,7 +192,6 @@ class Compute:
         if self.num_ranks == 1:
             join_alone(self.device)
         plan = ShardingPlan(
-            strategy,
             fsdp_size=fsdp.fsdp_size,
             param_dtype=self.dtype,
             reduce_dtype=torch_dtype(fsdp.reduce_dtype) if isinstance(fsdp, FsdpConfig) else torch.float32,
@@ -340,7 +339,7 @@ class _Engines:
         self, model: PreTrainedModel, section: ActorConfig | CriticConfig, name: str, steps: int
     ) -> FsdpEngine:
         """Return the engine of a model that a run of `steps` steps trains as config section `name` says."""
-        sharding = self._compute.shard(model, section.strategy, section.fsdp_config, name)
+        sharding = self._compute.shard(model, section.fsdp_config, name)
         updates = num_updates(self._config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
         offload = section.fsdp_config.optimizer_offload
         optimizer = make_optimizer(model, section.optim, section.grad_clip, updates, sharding, offload=offload)
@@ -362,9 +361,8 @@ class _Engines:
     def frozen(
         self, model: PreTrainedModel, cut: MicroBatching, fsdp: FsdpConfig | RefFsdpConfig, name: str
     ) -> FsdpEngine:
-        """Return the engine of a model that is not trained, spread by the actor's strategy."""
-        strategy = self._config.actor_rollout_ref.actor.strategy
-        return self.engine(model, cut, self._compute.shard(model, strategy, fsdp, name))
+        """Return the engine of a model that is not trained."""
+        return self.engine(model, cut, self._compute.shard(model, fsdp, name))
 
     def micro_batching(self, by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
         """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""

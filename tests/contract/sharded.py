@@ -19,7 +19,7 @@ from pellucid.precision.finding import Finding
 from pellucid.precision.sentinel import Sentinel
 from pellucid.rollout.transports import load_buckets
 from pellucid.stages import Stage
-from pellucid.training.checkpoint import gathered_state, gathered_tensors
+from pellucid.training.checkpoint import _model_state, _optimizer_state, _whole, gathered_tensors
 from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.lora import add_lora, lora_layers, state_tensors
@@ -144,7 +144,12 @@ def state_of(engine: FsdpEngine) -> State:
     """Return weights and moments of the whole model, on rank 0."""
     assert engine.optimizer is not None
     if engine.sharding is not None:
-        return gathered_state(engine.sharding, engine.optimizer)
+        state = _model_state(engine.sharding.root, engine.sharding.tensor_names)
+        with engine.optimizer.moments_at_hand():
+            moments = _optimizer_state(engine.sharding.root, engine.optimizer) if engine.optimizer.num_steps else {}
+            state |= {f"{name}.{key}": value for name, each in moments.items() for key, value in each.items()}
+            whole = {name: _whole(tensor, CPU).detach().clone() for name, tensor in state.items()}
+        return whole if engine.sharding.rank == 0 else {}
     tensors = model_tensors(engine.model) | engine.optimizer.state_tensors()
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -322,7 +327,7 @@ def loaded_weights(setup: Setup, folder: Path) -> State:
 def mesh_error(fsdp_size: int) -> str:
     """Return what a mesh of shards of `fsdp_size` ranks is refused with."""
     try:
-        make_engine(Setup(ShardingPlan("fsdp2", fsdp_size)))
+        make_engine(Setup(ShardingPlan(fsdp_size)))
     except UserError as error:
         return str(error)
     return "no error"
@@ -354,7 +359,7 @@ def run_captured(setup: Setup, folder: Path, *, gather: bool = False, level: str
 
 def run_gathered(folder: Path) -> int:
     """Do `run_captured` with FSDP2 and whole parameters."""
-    return run_captured(Setup(ShardingPlan("fsdp2")), folder, gather=True)
+    return run_captured(Setup(ShardingPlan()), folder, gather=True)
 
 
 def first_nan(setup: Setup, place: Literal["weight", "token", "gradient"]) -> Finding | None:

@@ -26,7 +26,6 @@ from pellucid.precision.dump_files import find_dumps, read_dump
 from pellucid.precision.finding import earliest
 from pellucid.training.sharding import ShardingPlan
 
-STRATEGIES = ["fsdp2", "fsdp"]
 TOLERANCE = 1e-5
 """A float32 sum in another order differs by a few roundings of 6e-8, of norms over whole matrices a hundred times less than this."""
 NUM_UPDATES = 2
@@ -42,9 +41,9 @@ def ranks(tmp_path_factory):
     pool.close()
 
 
-@pytest.fixture(params=STRATEGIES)
-def plan(request) -> ShardingPlan:
-    return ShardingPlan(request.param)
+@pytest.fixture
+def plan() -> ShardingPlan:
+    return ShardingPlan()
 
 
 @pytest.fixture
@@ -240,12 +239,6 @@ def test_a_checkpoint_of_one_process_is_read_by_ranks(ranks, plan, tmp_path):
     assert_equal(loaded, saved)
 
 
-def test_the_other_strategy_reads_a_checkpoint(ranks, tmp_path):
-    saved = ranks.run(2, sharded.save_now, Setup(ShardingPlan("fsdp")), tmp_path)[0]
-    _, loaded, _ = ranks.run(4, sharded.load_and_train, Setup(ShardingPlan("fsdp2", 2)), tmp_path, 0)[0]
-    assert_equal(loaded, saved)
-
-
 def test_a_resumed_run_continues_bitwise(ranks, plan, tmp_path):
     straight = ranks.run(2, sharded.run_updates, Setup(plan))[0].state
     ranks.run(2, sharded.save_now, Setup(plan), tmp_path)
@@ -284,7 +277,7 @@ def test_a_rank_that_cannot_write_stops_the_save_on_all(ranks, plan, how, tmp_pa
 
 @pytest.mark.parametrize("how", ["now", "background"])
 def test_a_full_disk_leaves_the_earlier_checkpoint_of_ranks(ranks, how, small_disk):
-    setup, store, save = Setup(ShardingPlan("fsdp2")), CheckpointStore(small_disk), sharded.save_now
+    setup, store, save = Setup(ShardingPlan()), CheckpointStore(small_disk), sharded.save_now
     saved: list[State] = []
     store.save(1, lambda folder: saved.extend(ranks.run(2, save, setup, folder)))
     write = sharded.save_now if how == "now" else sharded.save_in_background
@@ -304,7 +297,7 @@ def test_one_process_writes_the_same_files_in_the_background(setup, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
-    plan = ShardingPlan("fsdp2")
+    plan = ShardingPlan()
     ranks.run(2, sharded.save_now, Setup(plan), tmp_path)
     for answer in ranks.run(2, sharded.load_error, Setup(plan, "gpt_neox"), tmp_path):
         assert "trainer.resume_mode" in answer and "another model" in answer
@@ -313,7 +306,7 @@ def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
 
 @pytest.mark.parametrize("saved", [["model"], ["optimizer"]], ids=str)
 def test_a_part_that_was_not_saved_is_named(ranks, saved, tmp_path):
-    setup, (missing,) = Setup(ShardingPlan("fsdp2")), [part for part in sharded.WHOLE_STATE if part not in saved]
+    setup, (missing,) = Setup(ShardingPlan()), [part for part in sharded.WHOLE_STATE if part not in saved]
     ranks.run(2, sharded.save_now, setup, tmp_path, saved)
     for answer in ranks.run(2, sharded.load_error, setup, tmp_path):
         assert "load_contents" in answer and f"asks for '{missing}'" in answer
@@ -335,7 +328,7 @@ def test_trained_weights_load_into_a_plain_model_whoever_wrote_them(ranks, plan,
 
 
 def test_a_checkpoint_without_weights_is_told(ranks, tmp_path):
-    setup = Setup(ShardingPlan("fsdp2"))
+    setup = Setup(ShardingPlan())
     ranks.run(2, sharded.save_now, setup, tmp_path / "ranks", ["optimizer"])
     sharded.save_now(Setup(), tmp_path / "alone", ["optimizer"])
     for name in ("alone", "ranks"):
@@ -404,8 +397,8 @@ def test_each_ranks_capture_has_its_shards_and_changes_no_bit(ranks, plan, tmp_p
         assert [name for name in dump if name.startswith("Functional.linear.")]
     for entry, path in ((f"{WEIGHT}.forward.0", "parameters.weight"), (f"{WEIGHT}.optimizer.0", "input.0.weight"),
                         (f"{WEIGHT}.optimizer.0", "output.0.weight")):  # fmt: skip
-        shards = [dump[entry][path] for dump in both if path in dump[entry]]  # FSDP may give all of one to one rank
-        assert {shard.shard for shard in shards} <= {(0, 2), (1, 2)} and (len(shards) == 2 or plan.strategy == "fsdp")
+        shards = [dump[entry][path] for dump in both if path in dump[entry]]
+        assert {shard.shard for shard in shards} == {(0, 2), (1, 2)}
         norm = math.hypot(*(shard.norm for shard in shards if not math.isnan(shard.norm)))
         assert norm == pytest.approx(alone[entry][path].norm, rel=1e-4)
 

@@ -65,7 +65,7 @@ def test_two_ranks_match_one_process(work: Workspace, ranks: tuple[str, ...], fi
     assert {path.name for path in (work.run_dir / "timeline").iterdir()} >= {"controller.json", "policy_rank_1.json"}
 
 
-def test_fsdp_with_every_other_role_matches_one_process(work: Workspace, ranks: tuple[str, ...], judge: Path) -> None:
+def test_every_other_role_matches_one_process(work: Workspace, ranks: tuple[str, ...], judge: Path) -> None:
     """Adapters, a reference, a reward model that scores greedy answers too, and a checkpoint written in the background.
 
     In float32 both score the same tokens alike wherever they run; bfloat16 would round another way on other processors.

@@ -7,7 +7,7 @@ from pellucid.algo.advantages import AdvantageInputs
 from pellucid.algo.policy_loss import LossInputs
 from pellucid.config.schema.actor import ActorConfig
 from pellucid.errors import UserError
-from pellucid.plugins import load_object, user_code
+from pellucid.plugins import load_object
 from pellucid.roles.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_estimator, checked_loss
 
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -80,8 +80,11 @@ def test_what_a_function_raises_is_one_message_with_its_place(tmp_path):
 
 
 def test_an_error_that_is_not_in_the_user_s_file_has_no_place():
-    with pytest.raises(UserError, match=r"fails .ValueError.\."), user_code("json:loads", LOSS_FIELD):
+    def raises(inputs):
         raise ValueError
+
+    with pytest.raises(UserError, match=r"fails .ValueError.\."):
+        checked_loss(raises, "json:loads")(INPUTS)
 
 
 def test_a_parameter_that_nothing_fills_is_refused(tmp_path):

@@ -235,9 +235,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def gdpo(
-    inputs: AdvantageInputs, reward_components: Tensor, component_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+def gdpo(inputs: AdvantageInputs, reward_components: Tensor, component_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Decoupled normalisation (arXiv 2601.05242): each reward component as in grpo, then their weighted sum, whitened.
 
     `reward_components` is [B, K], the parts of each outcome reward, and `component_weights` is [K].

@@ -341,7 +341,8 @@ def _ratio_metrics(
         "ratio_fraction_low": num_low / total,
         "ratio_fraction_high": num_high / total,
         "veto_fraction": int(ratios.num_catastrophic.count_nonzero()) / num_rows,
-        "catastrophic_token_fraction": float(ratios.num_catastrophic.sum()) / (total + float(gaps.num_impossible.sum())),
+        "catastrophic_token_fraction": float(ratios.num_catastrophic.sum())
+        / (total + float(gaps.num_impossible.sum())),
     }
     if algorithm.rollout_is_mode == "clip":
         values["clipped_fraction"] = (num_low + num_high) / total
@@ -399,7 +400,9 @@ def _percentiles(ordered: np.ndarray, ends: np.ndarray | None, num_values: float
 
 def _of_level(total: Values, num_tokens: Values, level: str) -> Values:
     """Return the log-ratio of a sequence from Σ ℓ and its number of tokens."""
-    return total if level == "sequence" else total / num_tokens.clip(min=1)
+    if level == "sequence":
+        return total
+    return total / num_tokens.clip(min=1)
 
 
 def log_bounds(lower: float | None, upper: float | None) -> tuple[float, float]:

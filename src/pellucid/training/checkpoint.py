@@ -208,8 +208,12 @@ def gathered_tensors(sharding: Sharding) -> dict[str, torch.Tensor]:
     Names are Hugging Face's, tied tensors are there once. One tensor is gathered at a time. Collective: every rank
     calls it.
     """
-    tensors = _gather(_model_state(sharding.root, sharding.state_names), sharding)
-    return merge_adapters(tensors, sharding.root) if tensors else {}
+    gathered = {}
+    for name, tensor in _model_state(sharding.root, sharding.state_names).items():
+        whole = _whole(tensor, sharding.device)
+        if sharding.rank == 0:
+            gathered[name] = whole.detach().to("cpu", copy=True)
+    return merge_adapters(gathered, sharding.root) if gathered else {}
 
 
 def whole_tensors(sharding: Sharding) -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,27 +223,6 @@ def whole_tensors(sharding: Sharding) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for name, tensor in _model_state(sharding.root, sharding.tensor_names).items():
         yield name, _whole(tensor, sharding.device)
-
-
-def gathered_state(sharding: Sharding, optimizer: ScheduledAdamW) -> dict[str, torch.Tensor]:
-    """Return what the two files of one process hold, on rank 0; other ranks get nothing. Collective, as
-    `gathered_tensors`.
-    """
-    state = _model_state(sharding.root, sharding.tensor_names)
-    with optimizer.moments_at_hand():
-        if optimizer.num_steps:
-            for name, moments in _optimizer_state(sharding.root, optimizer).items():
-                state |= {f"{name}.{key}": value for key, value in moments.items()}
-        return _gather(state, sharding)
-
-
-def _gather(tensors: dict[str, Any], sharding: Sharding) -> dict[str, torch.Tensor]:
-    gathered = {}
-    for name, tensor in tensors.items():
-        whole = _whole(tensor, sharding.device)
-        if sharding.rank == 0:
-            gathered[name] = whole.detach().to("cpu", copy=True)
-    return gathered
 
 
 def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

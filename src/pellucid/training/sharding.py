@@ -1,33 +1,22 @@
-"""A model spread over ranks by FSDP or FSDP2: sharded parameters, gradients and optimizer state.
+"""A model spread over ranks by FSDP2: sharded parameters, gradients and optimizer state.
 
 The engine runs its passes through `Sharding.run` and adds up losses, norms and results with the methods below; nothing
-else in it knows of ranks. `fsdp` and `fsdp2` differ in `_wrap` alone.
+else in it knows of ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
-from pellucid.stages import plain_name
 from pellucid.training.common.lora import state_tensors
 from pellucid.training.common.models import model_tensors, num_parameters, num_trainable_parameters
 
@@ -45,7 +34,6 @@ ROOT_PREFIX = "model."
 class ShardingPlan:
     """How a model is spread over the ranks of the default process group."""
 
-    strategy: Literal["fsdp", "fsdp2"]
     fsdp_size: int = -1
     """Ranks that hold one copy of the model between them; -1 is all. Fewer make ranks / fsdp_size copies (HSDP)."""
     param_dtype: torch.dtype = torch.float32
@@ -156,10 +144,8 @@ class Sharding:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's trainable parameters under the names they had before wrapping."""
-        named = {
-            plain_name(name).removeprefix(ROOT_PREFIX): parameter for name, parameter in self.root.named_parameters()
-        }
-        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        named = self.root.named_parameters()
+        return {name.removeprefix(ROOT_PREFIX): parameter for name, parameter in named if parameter.requires_grad}
 
     def run(self, compute: Callable[[], Any]) -> Any:
         """Return what `compute` does with the weights outside the layers gathered: tensors, or a dict of them."""
@@ -172,11 +158,10 @@ class Sharding:
             self._running = False
 
     def reshard(self) -> None:
-        """Free the weights that passes without a backward one have left gathered; only FSDP2 lets one."""
-        if self.plan.strategy == "fsdp2":
-            for module in self.root.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        """Free the weights that passes without a backward one have left gathered."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @staticmethod
     def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,24 +198,13 @@ def _tied(model: torch.nn.Module) -> dict[str, str]:
     return {name: kept for name, tensor in named if (kept := first.setdefault(id(tensor), name)) != name}
 
 
-def decoder_layers(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Yield the parent, attribute name and module of each decoder layer, the unit that is gathered at a time."""
-    kinds = set(model._no_split_modules or [])
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__ in kinds:
-                yield parent, name, child
-
-
 def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: torch.device) -> Any:
-    root = Root(model)
-    layers = list(decoder_layers(model))
-    offloaded = plan.param_offload and device.type != "cpu"
-    if plan.strategy == "fsdp2":
-        offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
-        # Inputs are not cast: autocast decides what is computed in what, as in one process.
-        policy = MixedPrecisionPolicy(plan.param_dtype, plan.reduce_dtype, cast_forward_inputs=False)
-        for _, _, layer in layers:
+    root, kinds = Root(model), set(model._no_split_modules or [])
+    offload = CPUOffloadPolicy() if plan.param_offload and device.type != "cpu" else OffloadPolicy()
+    # Inputs are not cast: autocast decides what is computed in what, as in one process.
+    policy = MixedPrecisionPolicy(plan.param_dtype, plan.reduce_dtype, cast_forward_inputs=False)
+    for layer in list(model.modules()):
+        if type(layer).__name__ in kinds:  # a decoder layer, the unit that is gathered at a time
             fully_shard(
                 layer,
                 mesh=mesh,
@@ -238,25 +212,6 @@ def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: 
                 offload_policy=offload,
                 reshard_after_forward=plan.reshard_after_forward,
             )
-        policy = MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype, cast_forward_inputs=False)
-        # The head is used after the last layer and the backward pass begins with it, so it stays gathered in between.
-        return fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
-    copies = mesh.ndim == 2 and mesh[SHARD].size() == 1  # whole on every rank: FSDP takes no mesh of one-rank shards
-    options = {
-        "device_mesh": mesh[REPLICATE] if copies else mesh,
-        "sharding_strategy": ShardingStrategy.NO_SHARD if copies else _fsdp1_strategy(plan, mesh),
-        "cpu_offload": CPUOffload(offload_params=offloaded),
-        "use_orig_params": True,
-        "device_id": device,
-    }
-    uncast = {"reduce_dtype": plan.reduce_dtype, "cast_forward_inputs": False, "cast_root_forward_inputs": False}
-    precision = MixedPrecision(plan.param_dtype, **uncast)
-    for parent, name, layer in layers:
-        setattr(parent, name, FullyShardedDataParallel(layer, mixed_precision=precision, **options))
-    return FullyShardedDataParallel(root, mixed_precision=MixedPrecision(**uncast), **options)
-
-
-def _fsdp1_strategy(plan: ShardingPlan, mesh: DeviceMesh) -> ShardingStrategy:
-    if mesh.ndim == 1:
-        return ShardingStrategy.FULL_SHARD if plan.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
-    return ShardingStrategy.HYBRID_SHARD if plan.reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+    policy = MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype, cast_forward_inputs=False)
+    # The head is used after the last layer and the backward pass begins with it, so it stays gathered in between.
+    return fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from pellucid.training.common.logprobs import token_log_probs, token_log_probs_and_kl
+from pellucid.training.common.logprobs import token_log_probs
 from pellucid.training.common.models import output_head
 from pellucid.training.common.packing import ModelInput
 from pellucid.training.protocol import TokenScores
@@ -49,13 +49,18 @@ class LogProbHead:
     ) -> TokenScores:
         """Return [M] results for the hidden states [M, H] that predict the micro-batch's M response tokens."""
         weight = output_head(model).weight.to(dtype)
-        options = {"temperature": self.temperature, "with_entropy": self.with_entropy, "compiled": self.compiled}
-        if self.reference is None:
-            logp, entropy = token_log_probs(hidden, weight, inputs.target_ids, **options)
-            return TokenScores({"logp": logp, "entropy": entropy})
-        states, ref_weight = self.reference.predicting_states(inputs), self.reference.head_weight()
-        logp, entropy, kl = token_log_probs_and_kl(hidden, weight, inputs.target_ids, states, ref_weight, **options)
-        return TokenScores({"logp": logp, "entropy": entropy, "kl": kl})
+        model_of_kl = self.reference
+        reference = None if model_of_kl is None else (model_of_kl.predicting_states(inputs), model_of_kl.head_weight())
+        logp, entropy, kl = token_log_probs(
+            hidden,
+            weight,
+            inputs.target_ids,
+            reference,
+            temperature=self.temperature,
+            with_entropy=self.with_entropy,
+            compiled=self.compiled,
+        )
+        return TokenScores({"logp": logp, "entropy": entropy} | ({} if reference is None else {"kl": kl}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,66 +150,41 @@ def token_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    compiled: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of `targets` and the entropies of their distributions.
-
-    Args:
-        hidden: [M, H] final hidden states at the predicting positions.
-        weight: [V, H] output head.
-        targets: [M] int64 token ids.
-        temperature: the logits are divided by it: the distribution that is sampled from.
-        with_entropy: compute entropies (in nats); otherwise they are zeros.
-        compiled: let `torch.compile` fuse what is done with a chunk; results differ by rounding.
-
-    Returns:
-        `(logp, entropy)`, both [M] float32. Peak extra memory is one chunk of logits, whatever M is.
-    """
-    results: Any = _ChunkedLogProbs.apply(hidden, weight, targets, None, None, temperature, with_entropy, compiled)
-    logp, entropy, _ = results
-    return logp, entropy
-
-
-def token_log_probs_and_kl(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ref_hidden: torch.Tensor,
-    ref_weight: torch.Tensor,
+    reference: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
     compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `token_log_probs` does, and the exact KL(π‖π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)) in nats.
+    """Return log-probabilities of `targets`, the entropies of their distributions and their KL from a reference's.
+
+    The KL is exact, Σ_v π(v) (log π(v) − log π_ref(v)). Peak extra memory is one chunk of logits of each model,
+    whatever M is.
 
     Args:
         hidden: [M, H] final hidden states at the predicting positions.
         weight: [V, H] output head.
         targets: [M] int64 token ids.
-        ref_hidden: [M, H_ref] final hidden states of the reference at the same positions; no gradient flows to it.
-        ref_weight: [V, H_ref] output head of the reference; no gradient flows to it.
-        temperature: the logits of both are divided by it.
-        with_entropy: compute entropies (in nats); otherwise they are zeros.
+        reference: the same two of the reference, to which no gradient flows; None asks for no KL.
+        temperature: the logits of both are divided by it: the distribution that is sampled from.
+        with_entropy: compute entropies.
         compiled: let `torch.compile` fuse what is done with a chunk; results differ by rounding.
 
     Returns:
-        `(logp, entropy, kl)`, all [M] float32. Peak extra memory is one chunk of logits of each model, whatever M is.
+        `(logp, entropy, kl)`, all [M] float32 and in nats; zeros where not asked for.
 
     Raises:
         UserError: the two models' vocabularies differ in size.
     """
-    if weight.shape[0] != ref_weight.shape[0]:
+    ref_hidden, ref_weight = (None, None) if reference is None else (part.detach() for part in reference)
+    if ref_weight is not None and weight.shape[0] != ref_weight.shape[0]:
         raise UserError(
             "actor_rollout_ref.ref",
             f"the reference has {ref_weight.shape[0]} tokens and the policy {weight.shape[0]}, so they have no KL.",
             "Use a reference with the policy's vocabulary.",
         )
     results: Any = _ChunkedLogProbs.apply(
-        hidden, weight, targets, ref_hidden.detach(), ref_weight.detach(), temperature, with_entropy, compiled
+        hidden, weight, targets, ref_hidden, ref_weight, temperature, with_entropy, compiled
     )
     return results
 

@@ -55,7 +55,8 @@ def load_value_model(
 ) -> PreTrainedModel:
     """Return a trainable critic in float32 on `device`: whatever `load_reward_model` takes, with its scalar head.
 
-    A plain causal LM gets a zero [1, H] head in place of its own, and so values everything at 0.
+    A plain causal LM gets a zero [1, H] head in place of its own, and so values everything at 0; but not where `field`,
+    the config key that names the model, is a reward model's.
 
     Raises:
         UserError: `field` names a classifier of several labels, or a model that the packed path does not compute.
@@ -63,33 +64,25 @@ def load_value_model(
     config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
     model, has_head = _read_value_model(path, config, trust_remote_code=trust_remote_code, field=field)
     if not has_head:
+        if field == REWARD_MODEL:
+            reason = f"'{path}' ({type(model).__name__}) has no scalar head, so it scores nothing."
+            raise UserError(field, reason, _ACCEPTED)
         check_head(model, field)
         _set_scalar_head(model, torch.zeros(1, output_head(model).in_features), None)
     return prepare_model(model, device, gradient_checkpointing=gradient_checkpointing, field=field)
 
 
-def load_reward_model(
-    path: str,
-    *,
-    device: torch.device,
-    override_config: dict[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    field: str = REWARD_MODEL,
-) -> PreTrainedModel:
+def load_reward_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return a frozen reward model in float32 on `device`; the score of a text is its head's output at the last token.
 
     It may be a sequence or token classifier with one label, a critic that `pellucid export --critic` wrote, or a causal
     LM with TRL's value head.
 
     Raises:
-        UserError: `field` names none of these, or one that the packed path does not compute.
+        UserError: the path leads to none of these, or to one that the packed path does not compute.
     """
-    config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
-    model, has_head = _read_value_model(path, config, trust_remote_code=trust_remote_code, field=field)
-    if not has_head:
-        reason = f"'{path}' ({type(model).__name__}) has no scalar head, so it scores nothing."
-        raise UserError(field, reason, _ACCEPTED)
-    return prepare_model(model, device, gradient_checkpointing=False, field=field).requires_grad_(False)
+    model = load_value_model(path, device=device, trust_remote_code=trust_remote_code, field=REWARD_MODEL)
+    return model.requires_grad_(False)
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
