@@ -23,8 +23,8 @@ import yaml
 from rich.progress import track
 
 from common import report
-from pellucid.metrics.plots import COLOURS, new_figure, plot_runs, save_figure, training_minutes
 from pellucid.metrics.trackers import read_metrics
+from plots import COLOURS, new_figure, plot_runs, save_figure, training_minutes
 
 ROOT = Path(__file__).parents[1]
 ACCURACY = "val/arithmetic/accuracy"

@@ -17,7 +17,7 @@ from pellucid.observe.request import ProcessRequest, RoleRequest
 from pellucid.observe.spans import SpanRecorder
 from pellucid.precision.finding import Finding
 from pellucid.precision.sentinel import Sentinel
-from pellucid.rollout.transports import load_buckets
+from pellucid.rollout.native.gathered import load_buckets
 from pellucid.stages import Stage
 from pellucid.training.checkpoint import _model_state, _optimizer_state, _whole, gathered_tensors
 from pellucid.training.common.balance import RankBalance

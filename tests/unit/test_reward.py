@@ -87,8 +87,8 @@ def test_rewards_land_on_their_rollouts(scorer):
     assert scores == [Score(float(i % 7)) for i in range(60)]
     assert len(done) == 60
     assert sorted(id(call[0]) for call in calls) == sorted(map(id, rollouts)) and all(call[-1] for call in calls)
-    assert (stats.num_failures, stats.num_timeouts, stats.num_retries) == (0, 0, 0)
-    assert 0 < stats.slowest_s <= stats.time_s
+    assert (stats.num_failures, stats.num_timeouts) == (0, 0)
+    assert stats.time_s > 0
 
 
 @pytest.mark.processes
@@ -120,7 +120,7 @@ def test_a_failing_call_is_repeated_once_then_typed_and_its_neighbours_score(sco
     assert message in bad.failure.message
     assert bad.reward is None
     assert (good.reward, good.failure) == (3.0, None)
-    assert (stats.num_failures, stats.num_retries, stats.num_timeouts) == (1, 1, 0)
+    assert (stats.num_failures, stats.num_timeouts) == (1, 0)
 
 
 def test_a_failing_call_names_the_place_in_the_users_file(scorer, reward_file):
@@ -135,8 +135,7 @@ def test_a_hung_call_is_killed_twice_and_the_pool_lives_on(scorer, tmp_path):
     (bad, good), stats = scorer.score([make_rollout("hang", pids=str(pids)), make_rollout("abc")])  # it sleeps 600 s
     assert bad.failure == RewardFailure("timeout", "the call took longer than 1 s and was killed.")
     assert good.reward == 3.0
-    assert (stats.num_failures, stats.num_retries, stats.num_timeouts) == (1, 1, 2)
-    assert stats.slowest_s == 1.0
+    assert (stats.num_failures, stats.num_timeouts) == (1, 2)
     first, second = pids.read_text().split()
     assert first != second
     assert not psutil.pid_exists(int(first))
@@ -148,7 +147,7 @@ def test_a_hung_call_is_killed_twice_and_the_pool_lives_on(scorer, tmp_path):
 def test_a_call_that_works_the_second_time_scores(scorer, tmp_path):
     scores, stats = scorer.score([make_rollout("flaky", marker=str(tmp_path / "marker"))])
     assert scores == [Score(0.25)]
-    assert (stats.num_retries, stats.num_failures) == (1, 0)
+    assert stats.num_failures == 0
 
 
 @pytest.mark.processes
@@ -196,14 +195,11 @@ def test_a_wrong_function_is_refused_at_construction(reward_file, name, message)
         make_scorer(reward_file, name, 2, 1.0)
 
 
-def test_a_missing_file_and_impossible_numbers_are_refused_at_construction(reward_file, tmp_path):
+def test_a_missing_file_or_module_is_refused_at_construction(reward_file, tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         make_scorer(str(tmp_path / "none.py"), "compute_score", 2, 1.0)
-    with pytest.raises(UserError, match="cannot be imported"):
+    with pytest.raises(UserError, match="fails when it is imported"):
         make_scorer("no_such_package.rewards", "compute_score", 2, 1.0)
-    for workers, timeout in ((0, 1.0), (1, 0.0)):
-        with pytest.raises(UserError, match="above zero"):
-            make_scorer(reward_file, "compute_score", workers, timeout)
 
 
 @pytest.mark.processes

@@ -229,7 +229,7 @@ def _recorded_exit(run: Run) -> Iterator[None]:
 
 def _summary(run_dir: RunDir) -> None:
     """Print where validation started and ended, draw the curve, and say what to look at next."""
-    from pellucid.metrics.plots import plot_runs
+    from pellucid.metrics.plots import plot_run
     from pellucid.metrics.trackers import read_metrics
 
     rows = read_metrics(run_dir.metrics)
@@ -237,7 +237,7 @@ def _summary(run_dir: RunDir) -> None:
         values, task = [row[name] for row in rows if name in row], name[4:].removesuffix("/accuracy")
         console.print(f"{task} held-out accuracy: {values[0]:.1%} → {values[-1]:.1%}", style="bold green")
     curve = run_dir.path / "curve.png"
-    plot_runs({"": run_dir.metrics}, curve)
+    plot_run(run_dir.metrics, curve)
     commands = f"rollouts: pellucid rollouts {run_dir.path}\nmodel: pellucid export {run_dir.path} --out FOLDER"
     console.print(f"curve: {curve}\n{commands}", markup=False)
 

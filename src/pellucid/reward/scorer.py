@@ -19,14 +19,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from pellucid.errors import UserError
-from pellucid.reward.call import (
-    FIELD,
-    RewardCallError,
-    call_in_worker,
-    call_reward,
-    load_reward_function,
-    start_worker,
-)
+from pellucid.reward.call import FIELD, RewardCallError, call_in_worker, call_reward, load_reward_function, start_worker
 from pellucid.tasks import get_task
 from pellucid.types import RewardFailure, Rollout, Score
 
@@ -41,12 +34,8 @@ class ScoreStats:
     """Samples without a reward after the repeat."""
     num_timeouts: int = 0
     """Calls killed for taking too long, repeats included."""
-    num_retries: int = 0
-    """Calls that were repeats."""
     time_s: float = 0.0
     """Sum over the calls, in seconds."""
-    slowest_s: float = 0.0
-    """The longest call, in seconds."""
 
 
 class Scorer:
@@ -112,11 +101,9 @@ class Scorer:
             index, attempt, ended_us, future = finished.get()
             score, duration_s = self._result(future, stats)
             stats.time_s += duration_s
-            stats.slowest_s = max(stats.slowest_s, duration_s)
             if on_call is not None:
                 on_call(rollouts[index], ended_us - round(duration_s * 1e6), duration_s, score.failure is None)
             if score.failure is not None and attempt < _MAX_ATTEMPTS:
-                stats.num_retries += 1
                 start(index, attempt + 1)
                 continue
             scores[index] = score
@@ -152,21 +139,15 @@ class Scorer:
         return future
 
     def _schedule(self, rollout: Rollout) -> Future:
-        if (
-            self._pool is not None and not self._pool.active
-        ):  # a worker that dies between two calls breaks the whole pool
+        if self._pool is not None and not self._pool.active:  # a worker that died between two calls has broken it
             self.close()
         if self._pool is None:
-            context = multiprocessing.get_context(
-                "forkserver"
-            )  # never a fork of a process that has threads and a model
+            context = multiprocessing.get_context("forkserver")  # no fork of a process that has threads and a model
             context.set_forkserver_preload(["pellucid.reward.call"])
-            self._pool = ProcessPool(
-                self._num_workers, initializer=start_worker, initargs=[self._spec], context=context
-            )
-        return self._pool.schedule(
-            call_in_worker, args=[self._spec, _arguments(rollout), self._timeout_s], timeout=self._timeout_s
-        )
+            initial = {"initializer": start_worker, "initargs": [self._spec]}
+            self._pool = ProcessPool(self._num_workers, **initial, context=context)
+        arguments = [self._spec, _arguments(rollout), self._timeout_s]
+        return self._pool.schedule(call_in_worker, args=arguments, timeout=self._timeout_s)
 
     def _result(self, future: Future, stats: ScoreStats) -> tuple[Score, float]:
         """Return the score that a finished call gave, or why there is none, and its duration in seconds."""
@@ -206,12 +187,8 @@ def make_scorer(custom_path: str | None, custom_name: str, num_workers: int, tim
         timeout_s: seconds one call may take.
 
     Raises:
-        UserError: the function cannot be loaded or called, or a number is out of range.
+        UserError: the function cannot be loaded or called.
     """
-    if num_workers < 1 or timeout_s <= 0:
-        raise UserError(
-            "reward_model", f"{num_workers} workers with {timeout_s} s a call cannot score.", "Both must be above zero."
-        )
     if custom_path is None:
         return Scorer(None, num_workers, timeout_s)
     place = str(Path(custom_path).expanduser().resolve()) if custom_path.endswith(".py") else custom_path

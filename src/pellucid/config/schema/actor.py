@@ -108,8 +108,7 @@ class ActorConfig:
     """The policy update."""
 
     strategy: Strategy = MISSING
-    """Training engine that holds the policy: fsdp2 or fsdp, which differ in how they wrap the model alone, and not at
-    all in one process. It must be set."""
+    """Training engine that holds the policy: fsdp2, which is PyTorch's FSDP2; fsdp means the same. It must be set."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     """How the policy is spread over its ranks."""
     ppo_mini_batch_size: Positive = 256
