@@ -297,7 +297,9 @@ def build_rl_run(
         rollout_engine=roles.rollout if roles.mismatch is None else roles.mismatch.engine,
         rewards=Rewards(config.reward_model, inputs.scorer, roles.reward_model, max_length, run.spans.record_call),
         estimator=inputs.estimator,
-        kl_control=KLControl(control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon),
+        kl_control=KLControl(
+            control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
+        ),
     )
 
 

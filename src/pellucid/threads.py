@@ -1,4 +1,4 @@
-"""How threads share the processor: those that compute wait for each other without spinning, those beside training yield.
+"""How threads share the processor: those that compute wait for each other without spinning, others yield to them.
 
 The command line calls `yield_while_waiting` before torch is loaded; helpers inherit the environment, and `ranks/` hands
 `waiting_settings` to the processes that Ray starts. Whoever writes files beside training calls `start_beside`.

@@ -188,17 +188,6 @@ class Samples:
     def __len__(self) -> int:
         return len(self.rollouts)
 
-    @property
-    def sampled(self) -> torch.Tensor:
-        """Return [B, T] bool, True at every sampled token, failed samples included."""
-        import torch
-
-        sampled = torch.zeros_like(self.mask)
-        sampled_BT = sampled.numpy()
-        for row, rollout in enumerate(self.rollouts):
-            sampled_BT[row, : len(rollout.token_ids)] = rollout.sampled
-        return sampled
-
     def select(self, rows: list[int]) -> Self:
         """Return the batch of the given rows, in that order, with T unchanged."""
         index = self.group.new_tensor(rows)

@@ -182,7 +182,7 @@ def test_log_probs_of_given_tokens_are_zero():
     assert 0 < batch.mask.sum() < sum(len(rollout.token_ids) for rollout in batch.rollouts)
     torch.testing.assert_close(computed.logp, whole.logp * batch.mask, rtol=0, atol=1e-6)
     torch.testing.assert_close(computed.exact_kl, whole.exact_kl * batch.mask, rtol=0, atol=1e-6)
-    assert (whole.logp[~batch.sampled] != 0).any(), "the model does score such tokens when asked to"
+    assert (whole.logp[~batch.mask] != 0).any(), "the model does score such tokens when asked to"
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])

@@ -20,6 +20,7 @@ TALK = ("notice", "warning", "info", "debug", "print", "append_notice")
 """Functions that tell the user something; a key that decides or fills their words alone does nothing."""
 ACTS_IN_THE_CONFIG = {
     "rollout_correction_preset": "load.py puts in the keys that it stands for",
+    "use_remove_padding": "it may only say what is done anyhow",
     "prompt_length": "it may only repeat data.max_prompt_length, which acts",
 }
 

@@ -472,14 +472,3 @@ def test_health_names_the_metric_and_a_remedy():
             assert metric == f"mismatch/rollout_is_{name}" and metric in message and "actor_rollout_ref.rollout.dtype" in message
     [(metric, message)] = out_of_range(healthy | {"mismatch/rollout_rs_masked_fraction": 0.96})
     assert metric == "mismatch/rollout_rs_masked_fraction" and "algorithm.rollout_rs" in message and "disabled" in message
-
-
-def test_unknown_names():
-    gap, mask = torch.zeros(1, 1), torch.ones(1, 1).bool()
-    for settings, name in (
-        (correction(rules=[RejectionRuleConfig("k9", "token", None, 1.0)]), "k9"),
-        (correction(rules=[RejectionRuleConfig("k1", "row", None, 1.0)]), "row"),
-        (correction(level="batch"), "batch"),
-    ):
-        with pytest.raises(ValueError, match=name):
-            correct(gap, gap, mask, settings)

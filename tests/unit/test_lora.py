@@ -28,7 +28,7 @@ from pellucid.training.common.models import (
     save_hf_model,
 )
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
-from pellucid.training.common.packing import TokenSequence
+from pellucid.training.common.packing import TokenSequence, pack
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.types import Prompt
 
@@ -186,7 +186,7 @@ def test_exact_kl_to_the_base_weights_within_a_training_pass(gradient_checkpoint
             enable_gradient_checkpointing(model)
         engine = engine_of(model)
         reference = frozen_engine(base_model()) if two_models else BaseAsReference(engine)
-        kl = engine._run(engine._input(SEQUENCES), LogProbHead(1.0, reference=reference)).kl
+        kl = engine._run(pack(SEQUENCES, CPU), LogProbHead(1.0, reference=reference)).kl
         assert (kl > 0.001).all()
         kl.sum().backward()
         gradients.append({name: tensor.grad for name, tensor in adapter_tensors(model).items()})
@@ -275,7 +275,7 @@ def test_gradient_checkpointing_gives_the_same_gradient():
         if recompute:
             enable_gradient_checkpointing(model)
         engine = engine_of(model)
-        scores = engine._run(engine._input(SEQUENCES), LogProbHead(1.0))
+        scores = engine._run(pack(SEQUENCES, CPU), LogProbHead(1.0))
         scores.logp.sum().backward()
         gradients.append([tensor.grad for tensor in adapter_tensors(model).values()])
     for plain, recomputed in zip(*gradients):

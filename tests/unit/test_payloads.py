@@ -44,7 +44,6 @@ def train_batch() -> TrainBatch:
 def test_padding_keeps_sampled_tokens_and_puts_the_reward_on_the_last_of_them():
     padded = samples()
     assert padded.mask.tolist() == [[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert padded.sampled.tolist() == [[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]]
     assert padded.rollout_logp.tolist() == [[-0.5, -0.25, 0, 0], [-2, 0, 0, -0.5], [-1, 0, 0, 0], [0, -0.25, 0, 0]]
     assert padded.token_rewards.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0.5], [2, 0, 0, 0], [0, 0, 0, 0]]
     assert padded.group.tolist() == [0, 0, 1, 1]
@@ -62,7 +61,7 @@ def test_padding_of_any_trajectories(masks):
             )
         )
     padded = Samples.pad(rollouts, [Score(1.0)] * len(masks))
-    assert torch.equal(padded.mask, padded.sampled) and padded.mask.sum(dim=1).tolist() == [sum(mask) for mask in masks]
+    assert padded.mask.sum(dim=1).tolist() == [sum(mask) for mask in masks]
     assert not padded.rollout_logp[~padded.mask].any() and not padded.token_rewards[~padded.mask].any()
     assert padded.token_rewards.sum(dim=1).tolist() == [float(any(mask)) for mask in masks]
 
@@ -75,7 +74,7 @@ def test_selected_rows_are_of_the_same_kind(batch):
     assert chosen.tensors().keys() == batch.tensors().keys()
     assert all(torch.equal(tensor, batch.tensors()[name][[2, 0]]) for name, tensor in chosen.tensors().items())
     with pytest.raises(AttributeError):
-        batch.mask = batch.sampled
+        batch.mask = batch.group
 
 
 def test_lengths_and_staleness_count_sampled_tokens():

@@ -154,7 +154,7 @@ class FsdpEngine:
                 if rows and not math.isfinite(value):
                     failure = failure or NonFiniteError("loss", value, rows)
                 if self.sharding is not None:
-                    micro_loss = micro_loss * self.sharding.num_ranks  # ranks' gradients are averaged, the loss is a sum
+                    micro_loss = micro_loss * self.sharding.num_ranks  # gradients are averaged, the loss is a sum
                 micro_loss.backward()
                 total_loss += value if rows else 0.0
                 results.store(rows, inputs, scores)
