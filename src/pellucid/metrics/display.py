@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any
 
 from rich.progress import Progress, TaskID
 
@@ -31,21 +31,9 @@ _LINE: list[tuple[str, str, str]] = [
 ]
 
 
-class StageBeats(Protocol):
-    """Hears of one stage's progress."""
-
-    def beat(self, num_done: int = 0) -> None:
-        """Note that the stage is at work and has finished `num_done` units."""
-        ...
-
-
-WatchStage = Callable[[str, int | None, int], AbstractContextManager[StageBeats]]
-"""Takes a stage's name, number of units (None: not counted) and the last finished step; gives a watched context."""
-
-
-class _NotWatched:
-    def beat(self, num_done: int = 0) -> None:
-        return
+WatchStage = Callable[[str, int | None, int], AbstractContextManager[Any]]
+"""Takes a stage's name, number of units (None: not counted) and the last finished step; gives a watched context, which
+hears of progress by `beat(num_done)`."""
 
 
 class StepDisplay:
@@ -55,7 +43,7 @@ class StepDisplay:
         """Show `total_steps` of which `first_step` were done before this process began; `watch` hears of each stage."""
         self._total, self._first, self._began = total_steps, first_step, time.monotonic()
         self._last_step = first_step
-        self._watch: WatchStage = watch or (lambda name, total, last_step: nullcontext(_NotWatched()))
+        self._watch: WatchStage = watch or (lambda name, total, last_step: nullcontext())
         self._progress: Progress | None = None
         self._steps_bar = TaskID(0)
         self._idle_bars: list[TaskID] = []
@@ -90,7 +78,8 @@ class StepDisplay:
             def advance(count: int) -> None:
                 nonlocal done
                 done += count
-                watched.beat(done)
+                if watched is not None:
+                    watched.beat(done)
                 if bar is not None and count:
                     bar.advance(task, count)
 
