@@ -54,17 +54,9 @@ def group_sum(values: Tensor, group: Tensor) -> Tensor:
 
 
 def group_statistics(scores: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sample's group mean and unbiased standard deviation over the group's valid samples.
+    """Return each sample's group mean and unbiased standard deviation over the group's `valid` ([B] bool) samples.
 
     A group with one valid sample has mean 0 and std 1, so that its score passes unchanged.
-
-    Args:
-        scores: [B] outcome rewards.
-        group: [B] int64 group indices 0 … G−1.
-        valid: [B] bool; samples that count.
-
-    Returns:
-        Two [B] tensors.
     """
     weight = valid.to(scores.dtype)
     count = group_sum(weight, group)

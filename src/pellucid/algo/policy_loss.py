@@ -142,22 +142,15 @@ def clip_cov(inputs: LossInputs, selected: Tensor) -> tuple[Tensor, dict[str, Te
 
 @torch.no_grad()
 def select_clip_cov(inputs: LossInputs, uniforms: Tensor) -> Tensor:
-    """Pick the ⌊ratio · N⌋ (at least one) tokens of smallest uniform among those that `clip_cov` may leave out.
+    """Pick the ⌊ratio · N⌋ (at least one) tokens of smallest uniform ([B, T] in [0, 1)) that `clip_cov` may leave out.
 
-    Those are the unmasked tokens whose covariance is strictly between the bounds and that PPO does not clip.
-
-    Args:
-        inputs: the whole mini-batch.
-        uniforms: [B, T] random numbers in [0, 1).
+    Those are the unmasked tokens of the mini-batch whose covariance is strictly between the bounds and that PPO does
+    not clip.
     """
     settings, covariance = inputs.config.policy_loss, _covariance(inputs)
     candidates = inputs.mask & (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
     candidates &= ~_ppo(_ratio(inputs), inputs)[1]
-    rows, columns = candidates.nonzero(as_tuple=True)
-    order = uniforms[rows, columns].argsort()[: max(1, int(settings.clip_cov_ratio * int(inputs.mask.sum())))]
-    selected = torch.zeros_like(inputs.mask)
-    selected[rows[order], columns[order]] = True
-    return selected
+    return _pick(candidates, settings.clip_cov_ratio * int(inputs.mask.sum()), uniforms)
 
 
 def kl_cov(inputs: LossInputs, selected: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -169,20 +162,24 @@ def kl_cov(inputs: LossInputs, selected: Tensor) -> tuple[Tensor, dict[str, Tens
 
 @torch.no_grad()
 def select_kl_cov(inputs: LossInputs, uniforms: Tensor) -> Tensor:
-    """Pick the ⌊ratio · N⌋ (at least one) unmasked tokens of the highest covariance; uniforms decide between equals.
+    """Pick the ⌊ratio · N⌋ (at least one) unmasked tokens of the highest covariance in the mini-batch.
 
-    Args:
-        inputs: the whole mini-batch.
-        uniforms: [B, T] random numbers in [0, 1).
+    `uniforms`, [B, T] in [0, 1), decide between equals.
     """
-    rows, columns = inputs.mask.nonzero(as_tuple=True)
+    num_tokens = inputs.config.policy_loss.kl_cov_ratio * int(inputs.mask.sum())
+    return _pick(inputs.mask, num_tokens, uniforms, _covariance(inputs))
+
+
+def _pick(candidates: Tensor, number: float, uniforms: Tensor, preference: Tensor | None = None) -> Tensor:
+    """Return `number` of the candidates ([B, T] bool): those of highest preference, then of smallest uniform."""
+    rows, columns = candidates.nonzero(as_tuple=True)
     order = uniforms[rows, columns].argsort()
-    covariance = _covariance(inputs)[rows, columns]
-    order = order[covariance[order].argsort(descending=True, stable=True)]
-    order = order[: max(1, int(inputs.config.policy_loss.kl_cov_ratio * len(rows)))]
-    selected = torch.zeros_like(inputs.mask)
-    selected[rows[order], columns[order]] = True
-    return selected
+    if preference is not None:
+        order = order[preference[rows, columns][order].argsort(descending=True, stable=True)]
+    order = order[: max(1, int(number))]
+    picked = torch.zeros_like(candidates)
+    picked[rows[order], columns[order]] = True
+    return picked
 
 
 def _covariance(inputs: LossInputs) -> Tensor:

@@ -304,13 +304,11 @@ class FsdpEngine:
         """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without
         rows.
         """
-        if self.sharding is None:
-            for rows in self._split(sequences, shares[0]):
-                yield rows, pack([sequences[row] for row in rows], self.device)
-            return
-        mine = shares[self.sharding.rank]
+        sharding = self.sharding
+        mine = shares[0 if sharding is None else sharding.rank]
         micro_batches = self._split(sequences, mine)
-        missing = self.sharding.largest(len(micro_batches)) - len(micro_batches)  # before the first pass, on every rank
+        # Asked before the first pass, on every rank.
+        missing = 0 if sharding is None else sharding.largest(len(micro_batches)) - len(micro_batches)
         for rows in micro_batches:
             yield rows, pack([sequences[row] for row in rows], self.device)
         # A token of this rank's own rows: where it makes a NaN, these rows have made one before.
