@@ -42,7 +42,7 @@ bench: .venv/dev  ## speed as ratios measured in one run; needs models/smollm2-1
 
 docs: .venv/base  ## regenerate the pages that come from the code
 	$(BIN)/python -m pellucid.config.describe
-	$(BIN)/python -m pellucid.metrics.definitions > docs/metrics.md
+	$(BIN)/python docs/metrics_page.py > docs/metrics.md
 
 clean:
 	rm -rf .venv build src/*.egg-info

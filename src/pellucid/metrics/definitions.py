@@ -1,13 +1,12 @@
 """The definition of every metric: name, unit and one sentence, in one place.
 
-Trackers refuse a name that is not defined here, and `docs/metrics.md` is written from here: `python -m
-pellucid.metrics.definitions > docs/metrics.md`. In a name, `<task>`, `<stage>`, `<k>` and `<name>` stand for any value.
+Trackers refuse a name that is not defined here, and `docs/metrics.md` is written from here. In a name, `<task>`,
+`<stage>`, `<k>` and `<name>` stand for any value.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -180,29 +179,3 @@ def check_names(names: Iterable[str]) -> None:
     """Assert that every name has a definition, so that a metric without unit and meaning cannot ship."""
     undefined = [name for name in names if find(name) is None]
     assert not undefined, f"metrics without a definition in metrics/definitions.py: {', '.join(sorted(undefined))}"
-
-
-def metrics_markdown() -> str:
-    """Return the page `docs/metrics.md`: one table a group."""
-    lines = [
-        "# Metrics",
-        "",
-        "Every number in `metrics.jsonl`, on the console and in the trackers. Written from",
-        "`pellucid/metrics/definitions.py`",
-        "by `python -m pellucid.metrics.definitions > docs/metrics.md`; do not edit by hand.",
-        "",
-        "One line a step, key `step` first; a value that is not finite is written as `null`. In names, `<task>` is a",
-        "task,",
-        "`<stage>` a stage of the step, `<k>` a number of samples and `<name>` whatever the loss calls it.",
-    ]
-    group = ""
-    for metric in _DEFINITIONS:
-        if (head := metric.name.split("/")[0]) != group:
-            group = head
-            lines += ["", f"## {group}", "", "| name | unit | meaning |", "| --- | --- | --- |"]
-        lines.append(f"| `{metric.name}` | {metric.unit} | {metric.sentence} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(metrics_markdown())

@@ -1,0 +1,31 @@
+"""Writes the page `docs/metrics.md` from the definitions of the metrics."""
+
+import sys
+
+from pellucid.metrics.definitions import METRICS
+
+
+def page() -> str:
+    """Return the page `docs/metrics.md`: one table a group."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every number in `metrics.jsonl`, on the console and in the trackers. Written from",
+        "`pellucid/metrics/definitions.py`",
+        "by `python docs/metrics_page.py > docs/metrics.md`; do not edit by hand.",
+        "",
+        "One line a step, key `step` first; a value that is not finite is written as `null`. In names, `<task>` is a",
+        "task,",
+        "`<stage>` a stage of the step, `<k>` a number of samples and `<name>` whatever the loss calls it.",
+    ]
+    group = ""
+    for metric in METRICS.values():
+        if (head := metric.name.split("/")[0]) != group:
+            group = head
+            lines += ["", f"## {group}", "", "| name | unit | meaning |", "| --- | --- | --- |"]
+        lines.append(f"| `{metric.name}` | {metric.unit} | {metric.sentence} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
