@@ -189,7 +189,7 @@ class Study:
         expected: dict[str, Any] = {"module": fault.module, "step": fault.step, "stage": fault.stage}
         if fault.how == "nan":
             got = {"module": named.get("place"), "step": named.get("step"), "stage": named.get("stage"), "rank": named.get("rank")}
-            got |= {"pass": named.get("index"), "sample": sorted({tokens["sample"] for tokens in named.get("tokens", [])})}
+            got |= {"pass": named.get("index"), "sample": sorted({name.rpartition(" (")[0] for name in named.get("samples", [])})}
             # NaN goes with its sample. Findings count from 1; of a rollout the prefill is no decode step.
             first = (fault.call or 0) + (fault.stage != "rollout_generate")
             expected |= {"rank": fault.rank or 0, "pass": first, "sample": [sample]}

@@ -79,25 +79,10 @@ class Failure:
 class FailingRun(Protocol):
     """What it takes of a run to save a stage that failed, and to repeat it; `run.Run` is one."""
 
-    @property
-    def config(self) -> RunConfig:
-        """The run's config, as resolved."""
-        ...
-
-    @property
-    def run_dir(self) -> RunDir:
-        """The folder that failures go to."""
-        ...
-
-    @property
-    def placement(self) -> Placement:
-        """The roles, and the processes they run in."""
-        ...
-
-    @property
-    def token_pieces(self) -> TokenPieces:
-        """What token ids look like, for the dump of the samples."""
-        ...
+    config: RunConfig
+    run_dir: RunDir
+    placement: Placement
+    token_pieces: TokenPieces
 
     def engine_of(self, stage: Stage) -> RolloutEngine | None:
         """Return the engine that samples in a stage; None where none does."""

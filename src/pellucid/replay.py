@@ -2,31 +2,20 @@
 
 In the run that fails, `failure_kept` saves what the stage was given and repeats it with the run's own roles, over all
 ranks. Later `pellucid precision replay` makes the role again from the saved files and does the same in one process,
-where what is found again is captured for `pellucid precision compare` as well.
+where the pass that is found to be wrong is kept as a capture.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pellucid import devices
 from pellucid.agents.single_turn import sample_rollouts
-from pellucid.build import (
-    Compute,
-    RoleName,
-    Roles,
-    choose_policy_loss,
-    make_roles,
-    run_tokenizer,
-    torch_dtype,
-)
+from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles, run_tokenizer, torch_dtype
 from pellucid.config import RunConfig, load_config
 from pellucid.console import notice
 from pellucid.errors import NonFiniteError, UserError
@@ -43,11 +32,10 @@ from pellucid.failures import (
 )
 from pellucid.ranks.rank_failures import RankFailedError
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
-from pellucid.stages import PREFILL, ROLE_OF, Probes, Stage, TokenSpans, Unit
+from pellucid.stages import ROLE_OF, Stage
 from pellucid.types import MiniBatch, Samples
 
 if TYPE_CHECKING:
-    from pellucid.precision.capture import NativeSession
     from pellucid.precision.finding import Finding
 
 CAPTURE = "replay"
@@ -100,20 +88,27 @@ def _locate(
     except RankFailedError as reason:
         notice(f"{stage} of step {step} could not be repeated to find out where it goes wrong ({reason}).", style="red")
         return None
-    return None if finding is None else _told(finding, stage, step, error.quantity, given, error.mini_batch)
+    return None if finding is None else _told(finding, stage, step, given, error.mini_batch)
 
 
 def _told(
-    finding: Finding, stage: Stage, step: int, quantity: str, given: Given | None, mini_batch: MiniBatch | None
+    finding: Finding, stage: Stage, step: int, given: Given | None, mini_batch: MiniBatch | None
 ) -> Finding:
     """Return a finding that knows its stage, and, in a loss, the tensor of the batch that brought it in."""
-    finding.stage, finding.step, finding.quantity = stage, step, quantity
-    if mini_batch is None or not isinstance(given, Samples):
-        return finding
-    from pellucid.precision.locate import with_loss_input
+    from pellucid.precision.finding import LOSS
 
+    finding.stage, finding.step = str(stage), step
+    if finding.place != LOSS or mini_batch is None or not isinstance(given, Samples):
+        return finding
     batch = given.select(mini_batch.rows)
-    return with_loss_input(finding, batch.tensors(), batch.rollouts)
+    for name, tensor in batch.tensors().items():
+        bad = ~tensor.isfinite().reshape(len(tensor), -1).all(dim=1)
+        if bad.any():
+            finding.cause = f"the batch's {name} are not finite"
+            finding.samples = [f"{batch.rollouts[row].prompt.uid} sample {batch.rollouts[row].sample}"
+                               for row in bad.nonzero()[:, 0].tolist()]  # fmt: skip
+            break
+    return finding
 
 
 def stage_call(
@@ -141,7 +136,7 @@ def stage_call(
         return lambda on_done: sample_rollouts(
             engine, given.prompts, given.params, stream=given.stream, on_done=on_done
         )
-    role = roles.named(ROLE_OF[stage])  # pyright: ignore[reportArgumentType]
+    role = roles.named(ROLE_OF[stage])
     if mini_batch is not None:
         return lambda on_done: role.repeat_update(given, mini_batch, step=step)
     if stage is Stage.COMPUTE_RM_SCORE:
@@ -154,19 +149,7 @@ def stage_call(
     return lambda on_done: role.compute_log_probs(given, on_done=on_done)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Replayed:
-    """What came of a replay of saved files."""
-
-    finding: Finding | None
-    """Where the stage goes wrong; None where all is finite this time."""
-    own_weights: bool
-    """Whether the role's weights were those of the failure, and not the model's own."""
-    capture: Path | None
-    """Folder of the capture; None where nothing was found, or it could not be written."""
-
-
-def replay(folder: Path, failure: Failure, device: str | None = None) -> Replayed:
+def replay(folder: Path, failure: Failure, device: str | None = None) -> tuple[Finding | None, Path | None]:
     """Run a stage that failed again, from its files.
 
     Args:
@@ -174,9 +157,14 @@ def replay(folder: Path, failure: Failure, device: str | None = None) -> Replaye
         failure: what `read_failure` returned; one that `is_repeatable`.
         device: another than the run's.
 
+    Returns:
+        Where the stage goes wrong, None where every module is finite this time; and the folder of the capture of that
+        pass, None where it could not be written.
+
     Raises:
         UserError: the folder lacks the run's config, or the weights are of another model.
     """
+    from pellucid.precision.dump_files import write_dump
     from pellucid.precision.sentinel import Sentinel
 
     if not (folder / CONFIG).is_file():
@@ -185,144 +173,49 @@ def replay(folder: Path, failure: Failure, device: str | None = None) -> Replaye
             "does not exist: the run had not begun when it failed.",
             "Run the recipe itself again.",
         )
-    config = load_config(folder / CONFIG, []).config
-    sentinel, capturing = Sentinel(), _CaptureProbe()
-    compute = Compute(
-        devices.choose_device(device or config.trainer.device),
-        torch_dtype(config.actor_rollout_ref.model.dtype),
-        probe=Probes([sentinel, capturing]),
-    )
-    roles = _make_roles(config, failure, compute)
+    config, sentinel = load_config(folder / CONFIG, []).config, Sentinel()
+    roles = _make_roles(config, failure, folder / WEIGHTS, device or config.trainer.device, sentinel)
     sentinel.modules_of = roles.modules_of
-    own_weights = _load_weights(config, roles, failure, folder / WEIGHTS)
-
-    def again() -> None:
-        """Run the stage, with the rollout engine in the state of the failure."""
-        engine = roles.rollout
-        if roles.mismatch is not None and failure.stage is Stage.ROLLOUT_GENERATE:
-            engine = roles.mismatch.engine
-            roles.mismatch.policy.load(folder / WEIGHTS)
-        given, mini_batch = failure.given, failure.mini_batch
-        stage_call(config, roles, engine, failure.stage, failure.step, given, mini_batch)(lambda _: None)
-
-    sentinel.locate(failure.stage)
-    with contextlib.suppress(NonFiniteError), sentinel.watch(failure.stage):
-        again()
-    finding = sentinel.take_finding()
-    if finding is None or not finding.reproduced:
-        return Replayed(None, own_weights, None)
-    finding = _told(finding, failure.stage, failure.step, failure.quantity, failure.given, failure.mini_batch)
-    capture = folder / CAPTURE
+    engine, stage, step = roles.rollout, failure.stage, failure.step
+    if roles.mismatch is not None and stage is Stage.ROLLOUT_GENERATE:
+        engine = roles.mismatch.engine
+        roles.mismatch.policy.load(folder / WEIGHTS)
+    sentinel.locate(stage)
+    with contextlib.suppress(NonFiniteError), sentinel.watch(stage):
+        stage_call(config, roles, engine, stage, step, failure.given, failure.mini_batch)(lambda _: None)
+    finding, dump, capture = sentinel.take_finding(), sentinel.dump, folder / CAPTURE
+    if finding is None or dump is None:
+        return finding, None
+    dump.about.step = step
     try:
-        with contextlib.suppress(NonFiniteError), capturing.captured(_session(roles, failure, capture, compute)):
-            again()
-    except _NotCapturedError as reason:  # the finding matters more
-        notice(f"no whole capture of it in {capture} ({reason})")
-        return Replayed(finding, own_weights, None)
-    return Replayed(finding, own_weights, capture)
+        write_dump(capture / f"step_{step}" / dump.about.stage / "step0" / "rank0", dump)
+    except OSError as reason:  # the finding matters more
+        notice(f"no capture of it in {capture} ({reason})")
+        capture = None
+    return _told(finding, stage, step, failure.given, failure.mini_batch), capture
 
 
-def _make_roles(config: RunConfig, failure: Failure, compute: Compute) -> Roles:
-    """Return the roles that the stage needs."""
+def _make_roles(config: RunConfig, failure: Failure, weights: Path, device: str, probe: Any) -> Roles:
+    """Return the roles that the stage needs, with the weights that the failing one had."""
     names: dict[str, list[RoleName]] = {
         "actor": ["actor", "rollout", "ref"] if config.needs_reference else ["actor", "rollout"],
         "ref": ["actor", "rollout", "ref"] if config.actor_rollout_ref.model.lora_rank else ["ref"],
         "critic": ["critic"],
         "reward_model": ["reward_model"],
     }
-    total_steps = config.trainer.total_training_steps or failure.step
-    tokenizer = run_tokenizer(config)
-    return make_roles(config, names[failure.role], tokenizer, choose_policy_loss(config), compute, max(total_steps, 1))
-
-
-def _load_weights(config: RunConfig, roles: Roles, failure: Failure, folder: Path) -> bool:
-    """Give the role the weights that it had; return whether they were saved."""
-    role: Any = roles.named(failure.role)  # pyright: ignore[reportArgumentType]
+    dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
+    compute = Compute(devices.choose_device(device), dtype, probe=probe)
+    total_steps = max(config.trainer.total_training_steps or failure.step, 1)
+    tokenizer, policy_loss = run_tokenizer(config), choose_policy_loss(config)
+    roles = make_roles(config, names[failure.role], tokenizer, policy_loss, compute, total_steps)
+    role = roles.named(failure.role)
     role.engine.version = failure.version
-    is_base = failure.role == "ref" and bool(
-        config.actor_rollout_ref.model.lora_rank
-    )  # the model as loaded, without adapters
-    if not is_base and folder.is_dir():
-        role.load(folder, ["model"])
+    if failure.role == "ref" and config.actor_rollout_ref.model.lora_rank:  # the model as loaded, without adapters
+        return roles
+    if weights.is_dir():
+        role.load(weights, ["model"])
+    else:
+        notice(f"the weights of the failure were not saved in {weights.parent}: these are the model's own")
     if roles.rollout is not None and failure.role == "actor":
         run_sync(roles.rollout.load_weights(WeightUpdate(failure.version)))
-    return is_base or folder.is_dir()
-
-
-def _session(roles: Roles, failure: Failure, folder: Path, compute: Compute) -> NativeSession:
-    from pellucid.precision.capture import NativeSession
-    from pellucid.precision.dump import About
-    from pellucid.precision.naming import class_name
-
-    stage = Stage.ROLLOUT_GENERATE if isinstance(failure.given, GenerateCall) else failure.stage
-    models = roles.modules_of(stage)
-    about = About(
-        backend="native",
-        level="L0",
-        stage=stage,
-        step=failure.step,
-        role=ROLE_OF[stage],
-        device=compute.device.type,
-        dtype=str(next(models[0].parameters()).dtype),
-        model=class_name(models[0]),
-    )
-    return NativeSession(models, folder / f"step_{failure.step}" / stage / "step0" / "rank0", about)
-
-
-class _NotCapturedError(Exception):
-    """There is no capture, or a part of one."""
-
-
-class _CaptureProbe:
-    """A probe that tells a capture, while there is one, of passes."""
-
-    def __init__(self) -> None:
-        self._session: NativeSession | None = None
-
-    @contextmanager
-    def captured(self, session: NativeSession) -> Iterator[None]:
-        """Let `session` capture what runs inside the block.
-
-        Raises:
-            NonFiniteError: as the block does.
-            _NotCapturedError: whatever else went wrong: a hook, a full disk, a folder for reading alone.
-        """
-        failure: NonFiniteError | None = None
-        try:
-            session.begin()
-            self._session = session
-            try:
-                yield
-            except NonFiniteError as error:
-                failure = error
-            finally:
-                self._session = None
-                session.end()
-        except Exception as error:
-            raise _NotCapturedError(f"{type(error).__name__}: {error}") from error
-        if failure is not None:
-            raise failure
-
-    @contextmanager
-    def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
-        """Tell the capture that a pass begins, or that a mini-batch has ended."""
-        if self._session is not None and spans is not None:
-            self._session.begin_pass(spans, unit)
-        yield
-        if self._session is not None and unit is Unit.MINI_BATCH:
-            self._session.end_mini_batch()
-
-    @contextmanager
-    def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
-        """Tell the capture that a prefill begins."""
-        if self._session is not None:
-            self._session.begin_pass(spans, PREFILL)
-        yield
-
-    def results(self, **tensors: torch.Tensor | None) -> None:
-        """Tell the capture of a head's results."""
-        if self._session is not None:
-            self._session.results({name: tensor for name, tensor in tensors.items() if tensor is not None})
-
-    def loss(self, value: torch.Tensor) -> None:
-        """Leave a loss alone: captures hold none."""
+    return roles

@@ -333,12 +333,12 @@ def mesh_error(fsdp_size: int) -> str:
     return "no error"
 
 
-def run_captured(setup: Setup, folder: Path, *, gather: bool = False, level: str = "mix") -> int:
+def run_captured(setup: Setup, folder: Path, *, level: str = "mix") -> int:
     """Take one update with a precision capture of it below `folder`, and return how many bits of the weights that changed: none."""
     plain = make_engine(setup)
     plain.train_mini_batch(sequences(setup.num_sequences), make_head(setup, plain), loss)
     rank, num_ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if setup.plan else (0, 1)
-    options = PrecisionDebuggerConfig(level=level, gather=gather)  # pyright: ignore[reportArgumentType]
+    options = PrecisionDebuggerConfig(level=level)  # pyright: ignore[reportArgumentType]
     role = RoleRequest("precision_debugger", folder, discrete=True)
     request = ProcessRequest(
         f"policy_rank_{rank}", "policy", rank, num_ranks, frozenset({1}), {"actor": role}, folder / ".journals", strict=True,
@@ -355,11 +355,6 @@ def run_captured(setup: Setup, folder: Path, *, gather: bool = False, level: str
     assert not said, said
     pairs = zip(plain.model.parameters(), engine.model.parameters(), strict=True)
     return sum(not torch.equal(Sharding.local(mine), Sharding.local(its)) for mine, its in pairs)
-
-
-def run_gathered(folder: Path) -> int:
-    """Do `run_captured` with FSDP2 and whole parameters."""
-    return run_captured(Setup(ShardingPlan()), folder, gather=True)
 
 
 def first_nan(setup: Setup, place: Literal["weight", "token", "gradient"]) -> Finding | None:

@@ -83,8 +83,6 @@ MISTAKES = [
     ([f"{SECTION}.level=L2"], f"{SECTION}.level", "L0 | L1 | mix"),
     ([f"{SECTION}.backend=msprobe"], f"{SECTION}.config_path", "must be set with backend: msprobe"),
     ([f"{SECTION}.backend=msprobe", f"{SECTION}.stages=[rollout_generate]"], "", "backend native alone"),
-    ([f"{SECTION}.backend=msprobe", f"{SECTION}.gather=true"], "", "needs backend native"),
-    ([f"{SECTION}.gather=true"], "", "several ranks"),
     ([f"{SECTION}.config_path=no/such.json"], f"{SECTION}.config_path", "No such file"),
     ([f"{SECTION}.config_path=recipe.yaml"], f"{SECTION}.config_path", "does not end in .json"),
     (["global_profiler.controller=true"], "global_profiler.controller", "no model runs there"),

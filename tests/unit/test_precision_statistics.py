@@ -23,7 +23,7 @@ def measure(tensor: torch.Tensor, kernel: str, spans: Spans | None = None) -> Ro
 
 
 def checksum(tensor: torch.Tensor, kernel: str = "numba") -> int:
-    return int(measure(tensor, kernel).checksum[0])
+    return int(measure(tensor, kernel).counts[0, 4]) % (1 << 64)
 
 
 def spans_of(*bounds: tuple[int, int], num_tokens: int) -> Spans:
@@ -31,7 +31,7 @@ def spans_of(*bounds: tuple[int, int], num_tokens: int) -> Spans:
     return Spans(starts, ends - starts, num_tokens)
 
 
-def assert_sums(rows: Rows, total: float, square: float, values: np.ndarray, at: int = 0) -> None:
+def assert_sums(total: float, square: float, values: np.ndarray) -> None:
     """Compare a sum of a span, or of the tensor, with numpy's; a sum may be off by rounding of its largest parts alone."""
     with np.errstate(all="ignore"):
         np.testing.assert_allclose(total, values.sum(), rtol=1e-10, atol=1e-300 + (1e-12 * np.abs(values).sum() if np.isfinite(values).all() else 0))
@@ -45,18 +45,22 @@ def assert_statistics(tensor: torch.Tensor, kernel: str) -> None:
     with np.errstate(all="ignore"):
         expected = [values.min(), values.max()] if len(values) else [np.nan, np.nan]
     counts = [np.isnan(values), np.isinf(values), values == 0, (magnitudes > 0) & (magnitudes < smallest)]
-    assert [int(each[0]) for each in (rows.num_nan, rows.num_inf, rows.num_zero, rows.num_subnormal)] == [each.sum() for each in counts]
-    np.testing.assert_array_equal([rows.min[0], rows.max[0]], expected)
+    assert rows.counts[0, :4].tolist() == [each.sum() for each in counts]
+    low, high, mean, norm = rows.floats[0]
+    np.testing.assert_array_equal([low, high], expected)
     if len(values) and not np.isnan(values).any():
-        assert_sums(rows, rows.mean[0] * len(values), rows.norm[0] ** 2, values)
-        assert not np.signbit(rows.min[0]) or rows.min[0] < 0
+        assert_sums(mean * len(values), norm**2, values)
+        assert not np.signbit(low) or low < 0
     else:
-        assert np.isnan([rows.mean[0], rows.norm[0]]).all()
+        assert np.isnan([mean, norm]).all()
 
 
 def same(one: Rows, other: Rows) -> bool:
     """Are all numbers equal to the bit, NaN to NaN?"""
-    return all(np.array_equal(getattr(one, name), getattr(other, name), equal_nan=name != "checksum") for name in Rows.__slots__)
+    spans = one.spans_of.keys() == other.spans_of.keys() and all(
+        np.array_equal(each, other.spans_of[row], equal_nan=True) for row, each in one.spans_of.items()
+    )
+    return spans and np.array_equal(one.counts, other.counts) and np.array_equal(one.floats, other.floats, equal_nan=True)
 
 
 @st.composite
@@ -88,7 +92,7 @@ def test_any_floats(tensor: torch.Tensor) -> None:
     for kernel in KERNELS:
         assert_statistics(tensor, kernel)
     one, other = (measure(tensor, kernel) for kernel in KERNELS)
-    assert one.checksum == other.checksum
+    assert one.counts[0, 4] == other.counts[0, 4]
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
@@ -118,14 +122,14 @@ def test_large_cancelling_sums_keep_their_digits(kernel: str) -> None:
     values = torch.randn(200_000, generator=torch.Generator().manual_seed(1)) * 1e6
     tensor = torch.cat((values, -values + 0.0, torch.full((1000,), 1e-3)))
     rows = measure(tensor, kernel)
-    assert rows.mean[0] == pytest.approx(1.0 / len(tensor), rel=1e-6)
-    assert rows.norm[0] == pytest.approx(float(tensor.double().norm()), rel=1e-12)
+    assert rows.floats[0, 2] == pytest.approx(1.0 / len(tensor), rel=1e-6)
+    assert rows.floats[0, 3] == pytest.approx(float(tensor.double().norm()), rel=1e-12)
 
 
 def test_mean_and_norm_are_pytorchs() -> None:
     tensor = torch.randn(1000, 576, generator=torch.Generator().manual_seed(2)) + 0.1
     rows = measure(tensor, "numba")
-    np.testing.assert_allclose([rows.mean[0], rows.norm[0]], [float(tensor.mean()), float(tensor.norm())], rtol=1e-5)
+    np.testing.assert_allclose(rows.floats[0, 2:], [float(tensor.mean()), float(tensor.norm())], rtol=1e-5)
 
 
 LAYOUTS = {
@@ -162,7 +166,7 @@ def test_tensors_of_autograd_and_complex_numbers(kernel: str) -> None:
         inference = torch.tensor([3.0, -4.0])
     leaf = torch.nn.Parameter(values.clone())
     whole = [measure(each, kernel) for each in (values, leaf, leaf * 1, inference)]
-    assert {int(each.checksum[0]) for each in whole} == {checksum(values)} and {float(each.norm[0]) for each in whole} == {5.0}
+    assert {int(each.counts[0, 4]) % (1 << 64) for each in whole} == {checksum(values)} and {float(each.floats[0, 3]) for each in whole} == {5.0}
     assert leaf.grad is None and leaf.requires_grad
     numbers = torch.view_as_complex(values)
     assert same(measure(numbers, kernel), measure(values, kernel))
@@ -188,13 +192,14 @@ def test_sums_of_spans(case: tuple[torch.Tensor, Spans]) -> None:
     tensor, spans = case
     for kernel in KERNELS:
         rows = measure(tensor, kernel, spans)
-        assert rows.first.tolist() == [0, len(spans)] and rows.span_rows.tolist() == [0] and len(rows.num_bad) == len(spans)
+        assert rows.spans_of[0].shape == (len(spans), 3)
         for number, (start, end) in enumerate(spans.bounds):
             values = tensor[start:end].double().numpy().reshape(-1)
-            assert_sums(rows, rows.sum[number], rows.square_sum[number], values)
-            assert rows.num_bad[number] == (~np.isfinite(values)).sum()
+            total, square, num_bad = rows.spans_of[0][number]
+            assert_sums(total, square, values)
+            assert num_bad == (~np.isfinite(values)).sum()
         assert same(measure(tensor, "numba", spans), measure(tensor, "numba", spans))
-        assert measure(tensor, kernel).checksum == rows.checksum
+        assert measure(tensor, kernel).counts[0, 4] == rows.counts[0, 4]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -204,10 +209,11 @@ def test_rows_with_and_without_spans(kernel: str) -> None:
     tensors = [torch.ones(3), torch.ones(4, 5), torch.ones(1, 4), torch.zeros(0), torch.full((4,), 2.0)]
     numbers = [measurer.measure(each, spans if each.numel() % 4 == 0 and each.numel() else None) for each in tensors]
     rows = measurer.fetch()
-    assert numbers == [0, 1, 2, 3, 4] and rows.span_rows.tolist() == [1, 2, 4] and rows.first.tolist() == [0, 2, 4, 6]
-    np.testing.assert_allclose(rows.sum, [5.0, 10.0, 1.0, 2.0, 2.0, 4.0], rtol=1e-12)
-    np.testing.assert_allclose(rows.square_sum, [5.0, 10.0, 1.0, 2.0, 4.0, 8.0], rtol=1e-12)
-    np.testing.assert_array_equal(rows.mean, [1.0, 1.0, 1.0, np.nan, 2.0])
+    assert numbers == [0, 1, 2, 3, 4] and list(rows.spans_of) == [1, 2, 4]
+    sums = np.concatenate(list(rows.spans_of.values()))
+    np.testing.assert_allclose(sums[:, 0], [5.0, 10.0, 1.0, 2.0, 2.0, 4.0], rtol=1e-12)
+    np.testing.assert_allclose(sums[:, 1], [5.0, 10.0, 1.0, 2.0, 4.0, 8.0], rtol=1e-12)
+    np.testing.assert_array_equal(rows.floats[:, 2], [1.0, 1.0, 1.0, np.nan, 2.0])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -216,7 +222,7 @@ def test_more_rows_than_the_buffer_begins_with(kernel: str) -> None:
     for value in range(1030):
         measurer.measure(torch.full((2,), float(value)))
     rows = measurer.fetch()
-    assert rows.max.tolist() == list(range(1030)) and len(set(rows.checksum.tolist())) == 1030
+    assert rows.floats[:, 1].tolist() == list(range(1030)) and len(set(rows.counts[:, 4].tolist())) == 1030
 
 
 def test_threads_change_no_bit() -> None:
@@ -233,8 +239,8 @@ def test_threads_change_no_bit() -> None:
     assert same(found[0], found[1]) and same(found[0], found[2])
     assert_statistics(tensor, "numba")
     bad = (~tensor.isfinite()).sum(1)
-    assert found[0].num_bad.tolist() == [int(bad[start:end].sum()) for start, end in spans.bounds] and int(bad.sum()) == 1
-    assert found[0].checksum == measure(tensor, "torch").checksum
+    assert found[0].spans_of[0][:, 2].tolist() == [int(bad[start:end].sum()) for start, end in spans.bounds] and int(bad.sum()) == 1
+    assert found[0].counts[0, 4] == measure(tensor, "torch").counts[0, 4]
 
 
 def test_several_chunks_of_other_dtypes() -> None:
@@ -308,10 +314,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
         Measurer(CPU).measure(torch.zeros(2).to(torch.float8_e5m2))
     with pytest.raises(ValueError, match="5 elements are not shared equally by 2 tokens"):
         Measurer(CPU).measure(torch.zeros(5), spans_of((0, 2), num_tokens=2))
-    with pytest.raises(ValueError, match="not of meta"):
-        Measurer(torch.device("meta"), "numba")
     for bounds in [((0, 2), (1, 3)), ((2, 1),), ((0, 5),), ((-1, 2),)]:
-        with pytest.raises(ValueError, match="follow one another within 4 tokens"):
+        with pytest.raises(AssertionError, match="follow one another within 4 tokens"):
             spans_of(*bounds, num_tokens=4)
 
 

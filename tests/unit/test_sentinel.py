@@ -1,9 +1,8 @@
-"""The NaN sentinel names what was planted: module, operator, token, gradient, optimizer state, loss input, decoding step."""
+"""The NaN sentinel names what was planted: module, sample, gradient, weight, loss input, decoding step."""
 
 import math
 import pickle
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ from transformers import PreTrainedModel
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import NonFiniteError
+from pellucid.precision.finding import HEAD as HEAD_PLACE
 from pellucid.precision.finding import LOSS, Finding
-from pellucid.precision.locate import with_loss_input
 from pellucid.precision.sentinel import Flags, Sentinel
+from pellucid.replay import _told
 from pellucid.roles.mini_batches import update_each
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.requests import SamplingParams
@@ -29,9 +29,7 @@ CPU = torch.device("cpu")
 HEAD = LogProbHead(1.0)
 POISON = 24
 """A token id that only `sequences()[3]` holds: as the third of its response."""
-POISONED = "q1 sample 1"
-POSITION = 4 + 2
-"""Of it, the prompt of four included."""
+POISONED = "q1 sample 1 (response)"
 PARAMS = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
 
 
@@ -187,24 +185,22 @@ def test_a_bad_weight_is_named(run):
         one.model.model.layers[1].mlp.up_proj.weight[3, 5] = math.nan
     finding = found(run(one))
     assert (finding.place, finding.kind, finding.direction) == ("model.layers.1.mlp.up_proj", "Linear", "forward")
-    assert finding.cause == "its inputs are finite, its weight holds NaN in 1 of 1536 values"
-    assert (finding.unit, finding.index, finding.num_units, finding.reproduced) == ("micro-batch", 1, 2, True)
+    assert finding.cause == "its inputs are finite, its weight is not"
+    assert finding.tensor == "parameters.weight: 1 NaN of 1,536 values"
+    assert (finding.unit, finding.index, finding.reproduced) == ("micro-batch", 1, True)
 
 
-def test_one_bad_token_is_named_by_sample_position_and_id():
+def test_one_bad_token_is_named_by_its_sample():
     one = engine()
     poison_outputs(one, one.model.model.layers[0].mlp)
     error = failure(forward(one))
     finding = repeated(forward(one))
     assert (finding.place, finding.kind, finding.what) == ("model.layers.0.mlp", "LlamaMLP", "NaN")
-    [tokens] = finding.tokens
-    assert (tokens.sample, tokens.part) == (POISONED, "response")
-    assert (tokens.positions, tokens.token_ids, tokens.count) == ((POSITION,), (POISON,), 1)
-    assert finding.index == 2
+    assert finding.samples == [POISONED] and finding.index == 2
+    assert finding.cause == "its inputs and weights are finite"
     error.origin = text = finding.sentence()
     assert text.removesuffix(".") in str(error)
-    assert "NaN first in model.layers.0.mlp (LlamaMLP), forward, micro-batch 2 of" in text
-    assert f"sample 'q1 sample 1', response token {POSITION} (id {POISON})" in text
+    assert "NaN first in model.layers.0.mlp (LlamaMLP), forward, micro-batch 2, sample 'q1 sample 1 (response)'" in text
 
 
 def test_a_shared_prompt_is_named_by_its_uid():
@@ -218,16 +214,7 @@ def test_a_shared_prompt_is_named_by_its_uid():
     one.model.model.embed_tokens.forward = spoil
     finding = found(forward(one))
     assert (finding.place, finding.what) == ("model.embed_tokens", "Inf")
-    assert [(tokens.sample, tokens.part, tokens.positions) for tokens in finding.tokens] == [("q0", "prompt", (0,))]
-
-
-def test_the_operator_within_the_module_is_named():
-    one = engine()
-    norm = one.model.model.layers[1].input_layernorm
-    norm.forward = lambda x: torch.log(x - x.amax() - 1) * norm.weight
-    finding = found(forward(one))
-    assert (finding.place, finding.operator) == ("model.layers.1.input_layernorm", "aten.log")
-    assert finding.cause == "its inputs and weights are finite"
+    assert finding.samples == ["q0 (prompt)"]
 
 
 def test_what_a_module_computes_between_its_parts_is_its_own():
@@ -238,7 +225,7 @@ def test_what_a_module_computes_between_its_parts_is_its_own():
             layer.self_attn.k_proj.weight.mul_(1e20)
     finding = found(forward(one))
     assert (finding.place, finding.kind) == ("model.layers.0.self_attn", "LlamaAttention")
-    assert "before it calls model.layers.0.self_attn.o_proj" in finding.cause and "attention" in finding.operator
+    assert "before it calls model.layers.0.self_attn.o_proj" in finding.cause
 
 
 @pytest.mark.parametrize("kind", ["log-probs", "values"])
@@ -249,18 +236,7 @@ def test_the_head_is_named(kind):
     with torch.no_grad():
         one.model.lm_head.weight[0, 0] = math.nan
     finding = found(forward(one, ValueHead() if kind == "values" else HEAD))
-    place = "lm_head" if kind == "values" else "lm_head, log-probs"
-    assert finding.place == place and "weight" in finding.cause
-    assert (finding.tokens[0].sample, finding.tokens[0].positions[0]) == ("q0 sample 0", 4), "the first token of a response"
-
-
-def test_given_tokens_are_passed_over_where_the_head_is_named():
-    one = engine()
-    with torch.no_grad():
-        one.model.lm_head.weight[0, 0] = math.nan
-    partly = [replace(s, sampled=[t not in (0, 2) for t in range(len(s.response_ids))]) for s in sequences()]
-    [first, *_] = found(Action(one, lambda: one.forward(partly, HEAD))).tokens
-    assert (first.sample, first.positions[:2]) == ("q0 sample 0", (4 + 1, 4 + 3))
+    assert finding.place == ("lm_head" if kind == "values" else HEAD_PLACE)
 
 
 def test_values_whose_sum_alone_overflows_are_no_failure():
@@ -293,24 +269,23 @@ def test_bfloat16_and_recomputed_layers():
     assert math.isfinite(update(one)().grad_norm)
     poison_outputs(one, one.model.model.layers[1].mlp.down_proj)
     finding = found(update(one))
-    assert finding.place == "model.layers.1.mlp.down_proj" and finding.tokens[0].sample == POISONED
+    assert finding.place == "model.layers.1.mlp.down_proj" and finding.samples == [POISONED]
 
 
 # --- loss, backward, optimizer ----------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_overflows_is_named_with_the_operator():
+def test_a_loss_that_overflows_is_named():
     one = engine()
     overflowing = update(one, lambda rows, scores: (scores.logp * -100).exp().sum())
     assert failure(overflowing).quantity == "loss"
     finding = repeated(overflowing)
-    assert (finding.place, finding.operator) == (LOSS, "aten.exp")
-    assert finding.tokens and finding.tokens[0].part == "response"
+    assert (finding.place, finding.direction, finding.what) == (LOSS, "forward", "Inf")
 
 
 def test_a_gradient_of_the_loss_is_named():
     finding = found(update(engine(), lambda rows, scores: (scores.logp - scores.logp.detach()).abs().sqrt().sum()))
-    assert (finding.place, finding.direction, finding.operator, finding.what) == (LOSS, "backward", "SqrtBackward0", "Inf")
+    assert (finding.place, finding.direction, finding.what) == (LOSS, "backward", "NaN")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -325,15 +300,14 @@ def test_a_gradient_in_a_module_is_named(checkpointing):
     assert failure(update(one)).quantity == "grad_norm"
     finding = repeated(update(one))
     assert (finding.place, finding.direction) == ("model.layers.0.mlp", "backward")
-    assert (finding.operator, finding.cause) == ("BadGradientBackward", "the gradient that came in is finite")
-    [tokens] = finding.tokens
-    assert (tokens.sample, tokens.positions) == ("q0 sample 0", (5,)), "the sixth token of the first pack"
+    assert finding.cause == "the gradient that comes in is finite"
+    assert finding.samples == ["q0 sample 0 (response)"], "the sixth token of the first pack"
     assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters()))
 
 
-def test_a_gradient_norm_that_alone_overflows_is_named():
+def test_a_gradient_norm_that_alone_overflows_is_in_no_module():
     finding = found(update(engine(), lambda rows, scores: scores.logp.sum() * 1e36))
-    assert finding.place == "the norm of the gradients" and "too large" in finding.cause
+    assert not finding.reproduced and "computed outside of modules overflows" in finding.cause
 
 
 def test_a_bad_value_that_no_loss_reads_stops_the_update():
@@ -343,28 +317,20 @@ def test_a_bad_value_that_no_loss_reads_stops_the_update():
     mlp.forward = lambda x: torch.where((torch.arange(x.shape[1]) == 0)[:, None], math.inf, plain(x))
     assert torch.isfinite(engine(on=False).forward(sequences(), HEAD).logp).all(), "the first prompt token predicts nothing"
     error, finding = failure(update(one)), repeated(update(one))
-    assert (error.quantity, finding.place, finding.tokens[0].positions) == ("the output of a module", "model.layers.1.mlp", (0,))
+    assert (error.quantity, finding.place, finding.samples) == ("the output of a module", "model.layers.1.mlp", ["q0 (prompt)"])
     assert one.version == 0 and one.optimizer.num_steps == 0
 
 
-@pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq", None])
-def test_weights_that_a_step_spoils_are_named_with_their_state(state):
+def test_weights_that_a_step_spoils_are_named():
     one = engine()
     update(one)()
     name = "model.layers.0.self_attn.q_proj.weight"
-    parameter = one.optimizer.parameters[name]
-    if state is None:
-        one.optimizer.schedule.lr = math.inf
-    else:
-        one.optimizer.adamw.state[parameter][state][2, 3] = math.nan
+    one.optimizer.adamw.state[one.optimizer.parameters[name]]["exp_avg"][2, 3] = math.nan
     error = failure(update(one))
     finding = one.sentinel.take_finding()
-    assert error.quantity == "norm of the updated weights" and finding.direction == "optimizer"
-    if state is None:
-        assert "learning rate was inf" in finding.cause and "state is finite" in finding.cause
-    else:
-        assert (finding.place, finding.num_bad) == (name, 1)
-        assert f"{state} holds NaN" in finding.cause
+    assert error.quantity == "norm of the updated weights"
+    assert (finding.place, finding.direction, finding.what) == (name, "optimizer", "NaN")
+    assert "1 of 1,024 values" in finding.tensor
 
 
 def test_the_input_that_spoils_a_loss_is_named():
@@ -386,11 +352,9 @@ def test_the_input_that_spoils_a_loss_is_named():
     error = failure(spoilt)
     assert error.quantity == "actor/loss" and error.rows == [1, 2]
     assert (error.mini_batch.rows, error.mini_batch.number) == ([1, 2], 1)
-    chosen = batch.select([1, 2])
-    finding = with_loss_input(repeated(Action(one, lambda: step(error.mini_batch))), chosen.tensors(), chosen.rollouts)
-    assert (finding.place, finding.cause) == (LOSS, "the head's results are finite, the batch's advantages are not")
-    [tokens] = finding.tokens
-    assert (tokens.sample, tokens.positions, tokens.token_ids) == ("q0 sample 2", (3,), (8,))
+    finding = repeated(Action(one, lambda: step(error.mini_batch)))
+    told = _told(finding, Stage.ACTOR_UPDATE, 3, batch, error.mini_batch)
+    assert (told.place, told.cause, told.samples) == (LOSS, "the batch's advantages are not finite", ["q0 sample 2"])
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -426,12 +390,11 @@ def test_a_decoding_step_is_named(tokenizer):
     seen = {token for prompt in PROMPTS for token in prompt.token_ids}
     token = next(token for token in drawn if token not in seen)
     steps = [rollout.token_ids.index(token) for rollout in plain[:4] if token in rollout.token_ids]
-    with torch.no_grad():
-        one.policy.model.model.embed_tokens.weight[token, 3] = math.nan
+    embed = one.policy.model.model.embed_tokens
+    embed.register_forward_hook(lambda module, args, out: torch.where((args[0] == token)[..., None], math.nan, out))
     finding = found(sample(one))
     assert (finding.place, finding.unit, finding.index) == ("model.embed_tokens", "decode step", min(steps) + 1)
-    assert finding.tokens[0].part == "response" and finding.tokens[0].token_ids == (token,)
-    assert finding.tokens[0].positions == (len(PROMPTS[0].token_ids) + min(steps),)
+    assert finding.samples and all(name.endswith("(response)") for name in finding.samples)
 
 
 def test_a_prefill_is_named_though_sampling_goes_on(tokenizer):
@@ -449,13 +412,7 @@ def test_a_prefill_is_named_though_sampling_goes_on(tokenizer):
     mlp.forward = spoil
     finding = found(sample(one))
     assert (finding.place, finding.unit, finding.index) == ("model.layers.1.mlp", "prefill", 1)
-    assert [(tokens.sample, tokens.positions) for tokens in finding.tokens] == [("p1", (1,))]
-
-
-def test_logits_that_the_temperature_alone_spoils(tokenizer):
-    params = SamplingParams(n=1, max_tokens=4, temperature=1e-39)
-    finding = found(sample(rollout_engine(tokenizer), params))
-    assert finding.place == "sampling" and "logits are finite" in finding.cause
+    assert finding.samples == ["p1 (prompt)"]
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
@@ -466,20 +423,20 @@ def test_flags_of_many_passes_are_looked_at_before_they_fill_the_memory(monkeypa
     flags = Flags()
     for value in (1.0, 1.0, math.nan, *[1.0] * 20):
         flags.begin_pass("pass")
-        flags.add(("a", "Linear"), (torch.full((1, 2), value), {"other": torch.tensor(1)}))
+        flags.add("a", "Linear", (torch.full((1, 2), value), {"other": torch.tensor(1)}))
         assert len(flags._kept) <= 8
     first = flags.first()
-    assert first is not None and (first.place, first.index) == (("a", "Linear"), 3) and math.isnan(first.value)
+    assert first is not None and (first.place, first.kind, first.index, first.what) == ("a", "Linear", 3, "NaN")
 
 
 def test_no_finite_number_raises_a_flag():
     flags = Flags()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        flags.add(("x", ""), torch.full((1000,), torch.finfo(dtype).max, dtype=dtype))
-        flags.add(("x", ""), torch.full((1000,), torch.finfo(dtype).min, dtype=dtype))
+        flags.add("x", "", torch.full((1000,), torch.finfo(dtype).max, dtype=dtype))
+        flags.add("x", "", torch.full((1000,), torch.finfo(dtype).min, dtype=dtype))
     assert flags.first() is None
-    flags.add(("x", ""), torch.tensor([1.0, -math.inf], dtype=torch.float16))
-    assert flags.first().value == -math.inf
+    flags.add("x", "", torch.tensor([1.0, -math.inf], dtype=torch.float16))
+    assert flags.first().what == "Inf"
 
 
 def test_a_stage_that_runs_elsewhere_is_not_watched():

@@ -204,27 +204,17 @@ def replay(
             style="red", markup=False, emoji=False, soft_wrap=True,
         )  # fmt: skip
         raise typer.Exit(1)
-    done = run_again(folder, failure, device)
-    if not done.own_weights:
+    finding, capture = run_again(folder, failure, device)
+    if finding is None:
         console.print(
-            f"the weights of the failure were not saved in {folder}: these are the model's own",
-            style="yellow",
-            markup=False,
-        )
-    if done.finding is None:
-        console.print(
-            f"{at} is finite this time, in one process on one device: what ended the run is not reproducible from its "
-            "batch and weights.",
+            f"{at} is finite this time, in one process on one device: what ended the run is computed outside of "
+            "modules, or not reproducible from its batch and weights.",
             markup=False,
         )
         return
-    capture = "" if done.capture is None else f"\ncapture: {done.capture}"
+    there = "" if capture is None else f"\ncapture of that pass: {capture}"
     console.print(
-        f"found again in {at}: {done.finding.sentence()}{capture}",
-        style="red",
-        markup=False,
-        emoji=False,
-        soft_wrap=True,
+        f"found again in {at}: {finding.sentence()}{there}", style="red", markup=False, emoji=False, soft_wrap=True
     )
     raise typer.Exit(1)
 

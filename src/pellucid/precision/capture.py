@@ -1,7 +1,7 @@
 """The native capture: what every module, and if asked every operator, reads and computes in one stage, as statistics.
 
-The profiler's tool begins and ends a `NativeSession` with a stage, and the engine tells it of passes; `dump_files.py`
-writes it.
+The profiler's tool, and the sentinel where it repeats a stage, begin and end a `NativeSession`, and tell it of passes;
+`dump_files.py` writes what it returns.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,71 +21,46 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pellucid.observe.tools.base import KeptInPartError
 from pellucid.precision.dump import About, Entry, StageDump, TensorStats
-from pellucid.precision.dump_files import write_dump
 from pellucid.precision.naming import entry_prefix, named_modules
 from pellucid.precision.operators import OperatorRecorder
-from pellucid.precision.recorder import Recorder, call_stack
+from pellucid.precision.recorder import Recorder
 from pellucid.stages import TokenSpans
 
 HEAD = "Module.scores.TokenScores"
 """Entries of what the output head, which is no module, makes of the final hidden states."""
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A module that is running."""
-
-    prefix: str
-    number: int
-    groups: dict[str, Any]
-
-    @property
-    def entry(self) -> str:
-        return f"{self.prefix}.forward.{self.number}"
+LOSS = "Module.loss.Loss"
 
 
 class NativeSession:
-    """One capture, of a stage or a window in it.
+    """One capture, of a stage or a part of it.
 
     Args:
         models: what the stage runs; each chunk of a model that is cut into several.
-        folder: where the files go.
         about: whose capture it is; the session fills in times, passes and how it ended.
         modules: record calls of modules.
         operators: record calls of PyTorch's functions.
-        gather: measure whole parameters and gradients instead of this rank's shards. Collective: all ranks must
-            capture.
     """
 
     def __init__(
-        self,
-        models: Sequence[torch.nn.Module],
-        folder: Path,
-        about: About,
-        *,
-        modules: bool = True,
-        operators: bool = False,
-        gather: bool = False,
+        self, models: Sequence[torch.nn.Module], about: About, *, modules: bool = True, operators: bool = False
     ) -> None:
-        self._models, self._folder, self._about, self._gather = tuple(models), folder, about, gather
-        first = next((parameter for model in self._models for parameter in model.parameters()), None)
-        units = (
-            module for model in models for module in model.modules() if isinstance(module, FullyShardedDataParallel)
-        )
-        self._unit = next(units, None)
+        self.error: Exception | None = None
+        """What a hook raised; nothing was recorded after it."""
+        self._models, self._about, self._with_modules = tuple(models), about, modules
+        parts = [module for model in models for module in model.modules()]
+        self._unit = next((module for module in parts if isinstance(module, FullyShardedDataParallel)), None)
         """One of the first FSDP's, which holds parameters as slices of a flat shard."""
+        first = next((parameter for model in models for parameter in model.parameters()), None)
         self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
-        self._with_modules = modules
         self._operators = OperatorRecorder(self._recorder, self._inside, self._guarded) if operators else None
         self._handles: list[Any] = []
-        self._running: list[_Call] = []
+        self._running: list[tuple[str, dict[str, Any]]] = []
+        """Entry and inputs of each module that is running, outermost first."""
         self._num_calls: defaultdict[str, int] = defaultdict(int)
-        self._forward_calls: defaultdict[str, list[int]] = defaultdict(list)
-        """Of each module, the forward calls whose backward calls are still to come."""
+        self._forward_calls: defaultdict[str, list[str]] = defaultdict(list)
+        """Of each module, the backward calls that are still to come, the last first."""
         self._gradients: dict[str, Entry] = {}
-        self._stacks: dict[str, tuple[str, ...]] = {}
         self._parameters: dict[str, dict[str, TensorStats]] = {}
         """Of each module that has its own, as of the last optimizer step."""
         self._used: dict[str, dict[str, TensorStats]] = {}
@@ -96,7 +69,6 @@ class NativeSession:
         self._first_pass = 0
         """Of the mini-batch in hand."""
         self._thread = 0
-        self._error: Exception | None = None
         self._undo = ExitStack()
 
     def begin(self) -> None:
@@ -135,19 +107,23 @@ class NativeSession:
 
     def results(self, tensors: dict[str, torch.Tensor]) -> None:
         """The pass's output head has computed these."""
-        self._guarded(self._record_results)(tensors)
+        self._guarded(self._record_results)(HEAD, tensors)
 
-    def _record_results(self, tensors: dict[str, torch.Tensor]) -> None:
-        number = self._next_call(HEAD)
-        self._recorder.add(Entry(f"{HEAD}.forward.{number}", None, {"output": [self._recorder.measure(tensors)]}))
-        backward = Entry(f"{HEAD}.backward.{number}", None, {"input": [{}]})
+    def loss(self, value: torch.Tensor) -> None:
+        """The pass's loss is this."""
+        self._guarded(self._record_results)(LOSS, {"loss": value})
+
+    def _record_results(self, prefix: str, tensors: dict[str, torch.Tensor]) -> None:
+        number = self._next_call(prefix)
+        self._recorder.add(f"{prefix}.forward.{number}", None, {"output": [self._recorder.measure(tensors)]})
+        gradients: dict[str, TensorStats] = {}
 
         def hook(name: str, gradient: torch.Tensor | None) -> None:
-            if gradient is None:  # the loss does not depend on it
+            if gradient is None:  # nothing depends on it
                 return
-            if not backward.groups["input"][0]:
-                self._recorder.add(backward)
-            backward.groups["input"][0][name] = self._recorder.leaf(gradient)
+            if not gradients:
+                self._recorder.add(f"{prefix}.backward.{number}", None, {"input": [gradients]})
+            gradients[name] = self._recorder.leaf(gradient)
 
         for name, tensor in tensors.items():
             if tensor.requires_grad:
@@ -164,7 +140,7 @@ class NativeSession:
         self._measure_parameters()
         for prefix, _ in self._owners:
             groups = {"input": [self._used.get(prefix, {})], "output": [self._parameters[prefix]]}
-            self._recorder.add(Entry(f"{prefix}.optimizer.{index}", None, groups))
+            self._recorder.add(f"{prefix}.optimizer.{index}", None, groups)
         self._used.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -173,21 +149,16 @@ class NativeSession:
             return
         for prefix, module in self._owners:
             own = [(name, parameter.grad) for name, parameter in module.named_parameters(recurse=False)]
-            found = {name: self._part(gradient) for name, gradient in own if gradient is not None}
-            if found:
+            if found := {name: self._part(gradient) for name, gradient in own if gradient is not None}:
                 self._used[prefix] = found
 
-    def end(self) -> list[Path]:
-        """Take the hooks away, copy the numbers and write the files.
-
-        Raises:
-            KeptInPartError: something went wrong in a hook; what was captured before it is written.
-            OSError: the files cannot be written.
-        """
-        cause = self._error or sys.exception()
+    def end(self) -> StageDump:
+        """Take the hooks away, copy the numbers and return the capture; of a stage that raises, what there is of it."""
+        cause = self.error or sys.exception()
         self._unhook()
-        for call in reversed(self._running):  # cut short by an exception
-            self._recorder.add(Entry(call.entry, self._parent(call), call.groups, self._stack(call.prefix)))
+        while self._running:  # cut short by an exception
+            entry, groups = self._running.pop()
+            self._recorder.add(entry, self._inside(), groups)
         about = self._about
         about.duration_s = round(time.time() - about.started_at, 6)
         about.passes = self._recorder.passes
@@ -195,11 +166,7 @@ class NativeSession:
             about.mini_batches.append(self._first_pass)
         if cause is not None:
             about.complete, about.error = False, f"{type(cause).__name__}: {cause}"
-        entries, samples = self._recorder.dump()
-        written = write_dump(self._folder, StageDump(about, entries, samples))
-        if self._error is not None:
-            raise KeptInPartError(self._error, written) from self._error
-        return written
+        return StageDump(about, *self._recorder.dump())
 
     # --- modules -----------------------------------------------------------------------------------------------------
 
@@ -207,7 +174,7 @@ class NativeSession:
         """Hook one module, and its own parameters' gradients."""
         self._handles += [
             module.register_forward_pre_hook(self._guarded(partial(self._before, prefix)), with_kwargs=True),
-            module.register_forward_hook(self._guarded(partial(self._after, prefix)), with_kwargs=True),
+            module.register_forward_hook(self._guarded(partial(self._after, prefix))),
         ]
         if _reads_once(module):
             self._handles.append(module.register_full_backward_hook(self._guarded(partial(self._backward, prefix))))
@@ -217,43 +184,41 @@ class NativeSession:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _before(self, prefix: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._listens():
-            return
-        inputs = {"input_args": self._recorder.measure(args), "input_kwargs": self._recorder.measure(kwargs)}
-        self._running.append(_Call(prefix, self._next_call(prefix), inputs))
+        if self._listens():
+            inputs = {"input_args": self._recorder.measure(args), "input_kwargs": self._recorder.measure(kwargs)}
+            self._running.append((f"{prefix}.forward.{self._next_call(prefix)}", inputs))
 
-    def _after(self, prefix: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._listens() or not self._running or self._running[-1].prefix != prefix:
+    def _after(self, prefix: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self._listens() or not self._running or not self._running[-1][0].startswith(f"{prefix}.forward."):
             return
-        call = self._running.pop()
+        entry, groups = self._running.pop()
         outputs = output if isinstance(output, list | tuple) else (output,)
-        call.groups["output"] = self._recorder.measure(outputs)
+        groups["output"] = self._recorder.measure(outputs)
         if prefix in self._parameters:
-            call.groups["parameters"] = self._parameters[prefix]
-        self._recorder.add(Entry(call.entry, self._parent(call), call.groups, self._stack(prefix)))
+            groups["parameters"] = self._parameters[prefix]
+        self._recorder.add(entry, self._inside(), groups)
+        backward = entry.replace(f"{prefix}.forward.", f"{prefix}.backward.")
         learning = [value for value in outputs if isinstance(value, torch.Tensor) and value.requires_grad]
         if learning and _reads_once(module):
-            self._forward_calls[prefix].append(call.number)
+            self._forward_calls[prefix].append(backward)
         elif learning:
-            hook = partial(self._output_gradient, f"{prefix}.backward.{call.number}")
-            self._handles.append(learning[0].register_hook(self._guarded(hook)))
+            self._handles.append(learning[0].register_hook(self._guarded(partial(self._output_gradient, backward))))
 
     def _output_gradient(self, entry: str, gradient: torch.Tensor) -> None:
-        self._recorder.add(Entry(entry, None, {"input": [self._recorder.leaf(gradient)]}))
+        self._recorder.add(entry, None, {"input": [self._recorder.leaf(gradient)]})
 
     def _backward(self, prefix: str, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> None:
         waiting = self._forward_calls[prefix]
-        number = waiting.pop() if waiting else 0
         # msprobe's words: what goes into the backward call is the gradient of the output.
         groups = {"input": self._recorder.measure(grad_output), "output": self._recorder.measure(grad_input)}
-        self._recorder.add(Entry(f"{prefix}.backward.{number}", None, groups))
+        self._recorder.add(waiting.pop() if waiting else f"{prefix}.backward.0", None, groups)
 
     def _parameter_gradient(self, prefix: str, name: str, parameter: torch.Tensor) -> None:
         """A parameter's gradient as summed up so far, after each pass; a module's parameters have an entry together."""
         assert parameter.grad is not None
         entry_name = f"{prefix}.parameters_grad.{max(len(self._recorder.passes) - 1, 0)}"
         if entry_name not in self._gradients:
-            self._gradients[entry_name] = self._recorder.add(Entry(entry_name, None, {}))
+            self._gradients[entry_name] = self._recorder.add(entry_name, None, {})
         self._gradients[entry_name].groups[name] = [self._recorder.leaf(parameter.grad, of_tokens=False)]
 
     # --- parameters --------------------------------------------------------------------------------------------------
@@ -265,21 +230,14 @@ class NativeSession:
 
     def _part(self, tensor: torch.Tensor) -> TensorStats:
         """Measure a parameter, a gradient, or this rank's part of one."""
-        if not isinstance(tensor, DTensor):
-            return self._recorder.leaf(tensor, self._flat_shard, of_tokens=False)
-        if self._gather:
-            return self._recorder.leaf(tensor.full_tensor(), of_tokens=False)
-        mesh, cut = tensor.device_mesh, [at for at, how in enumerate(tensor.placements) if isinstance(how, Shard)]
-        shard = (mesh.get_local_rank(cut[0]), mesh.size(cut[0])) if cut else None
-        return self._recorder.leaf(tensor.to_local(), shard, of_tokens=False)
-
-    @property
-    def _flat_shard(self) -> tuple[int, int] | None:
-        """Which part of a parameter this rank has under the first FSDP; None: the whole."""
-        if self._unit is None or self._unit.sharding_strategy is ShardingStrategy.NO_SHARD:
-            return None
-        group = self._unit.process_group
-        return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        shard = None
+        if isinstance(tensor, DTensor):
+            mesh, cut = tensor.device_mesh, [at for at, how in enumerate(tensor.placements) if isinstance(how, Shard)]
+            shard = (mesh.get_local_rank(cut[0]), mesh.size(cut[0])) if cut else None
+        elif self._unit is not None and self._unit.sharding_strategy is not ShardingStrategy.NO_SHARD:
+            group = self._unit.process_group
+            shard = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        return self._recorder.leaf(tensor, shard, of_tokens=False)
 
     # --- around ------------------------------------------------------------------------------------------------------
 
@@ -291,7 +249,7 @@ class NativeSession:
         """Return the hook so that what it raises ends the capture instead of the training."""
 
         def guarded(*args: Any, **kwargs: Any) -> None:
-            if self._error is None:
+            if self.error is None:
                 with self, torch.no_grad(), torch._C.DisableTorchFunction():
                     hook(*args, **kwargs)
 
@@ -303,8 +261,8 @@ class NativeSession:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Keep an error for the end of the capture."""
         if isinstance(error, Exception):
-            self._error = error
-        return self._error is error and error is not None
+            self.error = error
+        return self.error is error and error is not None
 
     def _unhook(self) -> None:
         self._undo.close()
@@ -318,19 +276,7 @@ class NativeSession:
 
     def _inside(self) -> str | None:
         """Return the entry of the module that is running."""
-        return self._running[-1].entry if self._running else None
-
-    def _parent(self, call: _Call) -> str | None:
-        if call in self._running:
-            at = self._running.index(call)
-            return self._running[at - 1].entry if at else None
-        return self._inside()
-
-    def _stack(self, prefix: str) -> tuple[str, ...]:
-        """Return where a module is called, looked up at its first call."""
-        if prefix not in self._stacks:
-            self._stacks[prefix] = call_stack(sys._getframe(1))
-        return self._stacks[prefix]
+        return self._running[-1][0] if self._running else None
 
 
 def _reads_once(module: torch.nn.Module) -> bool:

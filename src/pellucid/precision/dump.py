@@ -56,8 +56,6 @@ class Entry:
     """`input_args`, `input_kwargs`, `output` and so on. Leaves are `TensorStats` or plain values, lists and dicts
     nest.
     """
-    stack: tuple[str, ...] = ()
-    """Where it was called, innermost frame first."""
 
 
 @dataclass(slots=True)

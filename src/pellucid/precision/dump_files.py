@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,16 @@ import numpy as np
 from pellucid.errors import UserError
 from pellucid.files.rundir import atomic_open, atomic_write
 from pellucid.precision.dump import VERSION, About, DumpRef, Entry, Pass, SampleSums, StageDump, TensorStats
-from pellucid.stages import ROLE_OF, Stage, TokenSpan
+from pellucid.stages import Stage, TokenSpan
 
 DUMP, CONSTRUCT, STACK = "dump.json", "construct.json", "stack.json"
 CAPTURE, SAMPLES = "capture.json", "samples.npz"
-OURS = "pellucid"
-"""Key of our version in `dump.json`; msprobe's own files do not have it."""
 
 _COUNTS = ("num_nan", "num_inf", "num_zero", "num_subnormal")
 _WHOLE_NUMBERS = ("torch.int", "torch.uint", "torch.bool")
 _PLACE = re.compile(r"(?:/rollout_replica(\d+))?/step_(\d+)/(\w+)/step(\d+)/rank(\d+)$")
-_STEPS = "step_*/*/step*/rank*"
-_BELOW = ("", "rank*", "step*/rank*", "*/step*/rank*", _STEPS, f"rollout_replica*/{_STEPS}", f"profile/{_STEPS}",
-          f"profile/rollout_replica*/{_STEPS}")  # fmt: skip
+_BELOW = re.compile(r"(profile/)?(rollout_replica\d+/)?(step_\d+/)?(\w+/)?(step\d+/)?(rank\d+/)?" + CAPTURE)
 """Where captures lie below the folder of a rank, a call, a stage, a step, a replica, below `save_path` and a run."""
-_AGAIN = "Capture the stage again, or give another folder."
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -48,23 +43,21 @@ def write_dump(folder: Path, dump: StageDump) -> list[Path]:
         The files, in the order in which they were written; with the last, `capture.json`, the capture is whole.
 
     Raises:
-        ValueError: two entries have one name, or there are sums of an entry that is not there.
         OSError: the disk is full, or the folder cannot be written to.
     """
     positions = {entry.name: index for index, entry in enumerate(dump.entries)}
-    if len(positions) < len(dump.entries):
-        twice = next(entry.name for index, entry in enumerate(dump.entries) if positions[entry.name] != index)
-        raise ValueError(f"two entries are called '{twice}'")
-    sums = None if dump.samples is None else _sum_arrays(dump.samples, positions)
+    assert len(positions) == len(dump.entries), "two entries have one name"
     for name in (CAPTURE, SAMPLES):
         (folder / name).unlink(missing_ok=True)
     atomic_write(folder / DUMP, _dump_text(dump))
-    atomic_write(folder / CONSTRUCT, _a_key_a_line(_parents(dump.entries)))
-    atomic_write(folder / STACK, _a_key_a_line(_stacks(dump.entries)))
+    # As with msprobe without gradients of parameters, which have no parent.
+    is_call = {entry.name: entry.parent for entry in dump.entries if ".parameters_grad." not in f"{entry.name}."}
+    atomic_write(folder / CONSTRUCT, _a_key_a_line(is_call))
+    atomic_write(folder / STACK, "{}\n")
     files = [folder / DUMP, folder / CONSTRUCT, folder / STACK]
-    if sums is not None:
+    if dump.samples is not None:
         with atomic_open(folder / SAMPLES) as handle:
-            np.savez(handle, allow_pickle=False, **sums)
+            np.savez(handle, allow_pickle=False, **_sum_arrays(dump.samples, positions))
         files.append(folder / SAMPLES)
     return [*files, write_about(folder, dump.about)]
 
@@ -84,13 +77,7 @@ def write_about(folder: Path, about: About) -> Path:
 
 
 def _dump_text(dump: StageDump) -> str:
-    head = {
-        "task": "statistics",
-        "level": dump.about.level,
-        "framework": "pytorch",
-        "dump_data_dir": None,
-        OURS: VERSION,
-    }
+    head = {"task": "statistics", "level": dump.about.level, "framework": "pytorch", "dump_data_dir": None}
     data = _a_key_a_line({entry.name: _written(entry.groups) for entry in dump.entries})
     return f'{json.dumps(head)[:-1]}, "data": {data.rstrip()}}}\n'
 
@@ -108,10 +95,7 @@ def _written(node: Any) -> Any:
         return {str(key): _written(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_written(value) for value in node]
-    if node is None:
-        return None
-    value = node if isinstance(node, bool | int | float | str) else str(node)
-    return {"type": type(node).__name__, "value": value}
+    return None if node is None else {"type": type(node).__name__, "value": node}
 
 
 def _written_tensor(stats: TensorStats) -> dict[str, Any]:
@@ -127,37 +111,13 @@ def _written_tensor(stats: TensorStats) -> dict[str, Any]:
     unsaid = None if stats.checksum is None else 0  # where elements are counted, most counts are 0
     counts = (stats.num_nan, stats.num_inf, stats.num_zero, stats.num_subnormal)
     leaf |= {name: count for name, count in zip(_COUNTS, counts) if count != unsaid}
-    if stats.checksum is not None:
-        leaf["checksum"] = stats.checksum
-    if stats.shard is not None:
-        leaf["shard"] = stats.shard
+    leaf |= {name: value for name in ("checksum", "shard") if (value := getattr(stats, name)) is not None}
     return leaf
-
-
-def _parents(entries: Iterable[Entry]) -> dict[str, str | None]:
-    """Return the content of `construct.json`, as with msprobe without gradients of parameters, which have no parent."""
-    return {
-        entry.name: entry.parent
-        for entry in entries
-        if entry.parent is not None or ".parameters_grad." not in f"{entry.name}."
-    }
-
-
-def _stacks(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Return the content of `stack.json`: every stack once, with the entries that it led to."""
-    names: dict[tuple[str, ...], list[str]] = {}
-    for entry in entries:
-        if entry.stack:
-            names.setdefault(entry.stack, []).append(entry.name)
-    return {str(number): [of, stack] for number, (stack, of) in enumerate(names.items())}
 
 
 def _sum_arrays(sums: SampleSums, positions: dict[str, int]) -> dict[str, np.ndarray]:
     """Return the arrays of `samples.npz`: a name as the position of its entry and the number of its path."""
     split = [name.rpartition("|") for name in sums.names]
-    unknown = next((entry for entry, _, _ in split if entry not in positions), None)
-    if unknown is not None:
-        raise ValueError(f"there are sums of '{unknown}', and no such entry")
     paths = {path: number for number, path in enumerate(dict.fromkeys(path for _, _, path in split))}
     bad = np.flatnonzero(sums.num_bad)
     return {
@@ -177,36 +137,20 @@ def _sum_arrays(sums: SampleSums, positions: dict[str, int]) -> dict[str, np.nda
 
 
 def read_dump(folder: Path) -> StageDump:
-    """Read a capture, or one that msprobe itself wrote.
-
-    Without `capture.json`, `about` is what the path says. Of msprobe's tensors nothing is counted, and a checksum is
-    there only if its `summary_mode` was `md5`.
+    """Read a capture. Of msprobe's tensors nothing is counted, and a checksum is there only in its md5 mode.
 
     Raises:
-        UserError: the folder holds no capture, a file is torn or is something else, or neither file nor path says
-            whose it is.
+        UserError: the folder holds no capture, or a file is torn or is something else.
     """
-    if not (folder / DUMP).is_file():
-        raise UserError(str(folder), f"holds no precision capture (no {DUMP}).", "Give the folder of a rank's capture.")
-    head, data = _read(folder / DUMP, lambda path: _read_head(_read_json(path)))
+    if not (folder / CAPTURE).is_file():
+        raise UserError(str(folder), f"holds no whole capture (no {CAPTURE}).", "Give the folder of a rank's capture.")
     parents = _read(folder / CONSTRUCT, _read_json) if (folder / CONSTRUCT).exists() else {}
-    stacks = _read(folder / STACK, lambda path: _stack_of(_read_json(path))) if (folder / STACK).exists() else {}
-    entries = _read(folder / DUMP, lambda _: [
-        Entry(name, parents.get(name), {key: _read_node(node) for key, node in groups.items()}, stacks.get(name, ()))
-        for name, groups in data.items()
+    entries = _read(folder / DUMP, lambda path: [
+        Entry(name, parents.get(name), {key: _read_node(node) for key, node in groups.items()})
+        for name, groups in _read_json(path)["data"].items()
     ])  # fmt: skip
-    about = read_about(folder) if (folder / CAPTURE).exists() else _about_from_path(folder, head)
     samples = _read(folder / SAMPLES, lambda path: _read_sums(path, entries)) if (folder / SAMPLES).exists() else None
-    return StageDump(about, entries, samples, folder)
-
-
-def read_about(folder: Path) -> About:
-    """Read `capture.json`.
-
-    Raises:
-        UserError: it is torn, or is something else.
-    """
-    return _read(folder / CAPTURE, lambda path: _about_from(_read_json(path)))
+    return StageDump(_read(folder / CAPTURE, lambda path: _about_from(_read_json(path))), entries, samples, folder)
 
 
 def _read(path: Path, read: Callable[[Path], Any]) -> Any:
@@ -217,11 +161,9 @@ def _read(path: Path, read: Callable[[Path], Any]) -> Any:
     """
     try:
         return read(path)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, zipfile.BadZipFile) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UserError(str(path), f"is torn, or no file of a precision capture ({why}).", _AGAIN) from error
-    except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror or error}).", _AGAIN) from error
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        reason = f"is torn, or no file of a capture ({type(error).__name__}: {error})."
+        raise UserError(str(path), reason, "Capture the stage again, or give another folder.") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -229,10 +171,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise TypeError(f"a JSON {type(content).__name__}, not an object")
     return content
-
-
-def _read_head(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return content, content.pop("data")
 
 
 def _read_node(node: Any) -> Any:
@@ -247,31 +185,17 @@ def _read_tensor(leaf: dict[str, Any]) -> TensorStats:
     # An exclusive or of all words (`0x...`) is the same in any order: no checksum.
     checksum = leaf.get("checksum") or (None if str(leaf.get("md5")).startswith("0x") else leaf.get("md5"))
     unsaid = 0 if "checksum" in leaf else None
+    numbers = {name.lower(): leaf.get(name) for name in ("Min", "Max", "Mean", "Norm")}
     shard = leaf.get("shard")
     return TensorStats(
-        dtype=leaf["dtype"],
-        shape=tuple(leaf["shape"]),
-        min=_number(leaf.get("Min")),
-        max=_number(leaf.get("Max")),
-        mean=_number(leaf.get("Mean")),
-        norm=_number(leaf.get("Norm")),
-        num_nan=leaf.get("num_nan", unsaid),
-        num_inf=leaf.get("num_inf", unsaid),
-        num_zero=leaf.get("num_zero", unsaid),
-        num_subnormal=leaf.get("num_subnormal", unsaid),
+        leaf["dtype"],
+        tuple(leaf["shape"]),
+        **{name: math.nan if number is None else float(number) for name, number in numbers.items()},
+        **{name: leaf.get(name, unsaid) for name in _COUNTS},
         checksum=checksum,
         requires_grad=leaf.get("requires_grad", False),
         shard=None if shard is None else (shard[0], shard[1]),
     )
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _stack_of(content: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return each entry's stack."""
-    return {name: stack for names, frames in content.values() for stack in [tuple(frames)] for name in names}
 
 
 def _about_from(content: dict[str, Any]) -> About:
@@ -284,30 +208,6 @@ def _about_from(content: dict[str, Any]) -> About:
         for one in content.pop("passes")
     ]
     return About(**content, passes=passes)
-
-
-def _about_from_path(folder: Path, head: dict[str, Any]) -> About:
-    """Return what the path says of a capture that says nothing itself: msprobe's, or one of ours that was cut short."""
-    ref = _ref_from_path(folder)
-    if ref is None:
-        raise UserError(
-            str(folder),
-            f"has no {CAPTURE}, and its path does not say of which step, stage and rank it is.",
-            "Keep captures in folders step_<N>/<stage>/step<k>/rank<R>.",
-        )
-    ours = OURS in head
-    return About(
-        backend="native" if ours else "msprobe",
-        level=head.get("level", ""),
-        stage=ref.stage,
-        step=ref.step,
-        role=ROLE_OF.get(Stage(ref.stage), ""),
-        call=ref.call,
-        rank=ref.rank,
-        num_ranks=len(list(folder.resolve().parent.glob("rank*"))),
-        complete=not ours,
-        error=f"{CAPTURE} is missing: the process ended while it wrote" if ours else None,
-    )
 
 
 def _read_sums(path: Path, entries: list[Entry]) -> SampleSums:
@@ -323,38 +223,25 @@ def _read_sums(path: Path, entries: list[Entry]) -> SampleSums:
 
 
 def find_dumps(path: Path) -> list[DumpRef]:
-    """Return the captures below a run, a `save_path`, a step, a stage or a rank, in order of step and stage.
+    """Return the whole captures below a run, a `save_path`, a step, a stage or a rank, in order of step and stage.
 
     Raises:
         UserError: there are none.
     """
-    if not path.is_dir():
-        raise UserError(str(path), "there is no such folder.", "Give a run's folder, or one of its captures.")
-    folders = {file.parent.resolve() for below in _BELOW for file in path.glob(f"{below}/{DUMP}".lstrip("/"))}
-    if not folders:
+    files = [file for file in path.rglob(CAPTURE) if _BELOW.fullmatch(file.relative_to(path).as_posix())]
+    order, refs = [str(stage) for stage in Stage], list[DumpRef]()
+    for folder in (file.parent.resolve() for file in files):
+        place = _PLACE.search(folder.as_posix())
+        if place is not None and place[3] in order:
+            replica, step, stage, call, rank = place.groups()
+            refs.append(DumpRef(int(step), stage, int(call), int(rank), None if replica is None else int(replica), folder))
+    if not refs:
         raise UserError(
             str(path),
-            "holds no precision capture.",
+            "holds no precision capture." if path.is_dir() else "there is no such folder.",
             "Give a run with global_profiler.tool: precision_debugger, the run's global_profiler.save_path where it "
             "set one, or a folder of a step, stage or rank.",
         )
-    refs = [_ref_from_path(folder) or _ref_from_about(folder) for folder in folders]
-    order = [str(stage) for stage in Stage]
     return sorted(
         refs, key=lambda ref: (ref.step, order.index(ref.stage), ref.replica or 0, ref.call, ref.rank, ref.folder)
     )
-
-
-def _ref_from_path(folder: Path) -> DumpRef | None:
-    folder = folder.resolve()
-    place = _PLACE.search(folder.as_posix())
-    if place is None or place[3] not in list(Stage):
-        return None
-    replica, step, stage, call, rank = place.groups()
-    return DumpRef(int(step), stage, int(call), int(rank), None if replica is None else int(replica), folder)
-
-
-def _ref_from_about(folder: Path) -> DumpRef:
-    """Return which capture one is that was moved elsewhere."""
-    about = read_dump(folder).about if not (folder / CAPTURE).exists() else read_about(folder)
-    return DumpRef(about.step, about.stage, about.call, about.rank, None, folder)

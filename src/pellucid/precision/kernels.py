@@ -78,12 +78,12 @@ def _sums(values):
 
 
 @njit(nogil=True, cache=True)
-def _add_sums(values, bits, infinity, any_bad, first, spans, span, sums, span_sums, span_bad):
-    """Add Σx and Σx² of a block to `sums` [2] and to those of the spans that it meets, `span_sums` [S, 2].
+def _add_sums(values, bits, infinity, any_bad, first, spans, span, sums, span_sums):
+    """Add Σx and Σx² of a block to `sums` [2] and to those of the spans that it meets, `span_sums` [S, 3].
 
     The block's `values` [n] begin at the tensor's element `first`. `spans` [S, 2] are first and last + 1 element of
     each; `span` is the number of the first that may meet this block, and returned is that for the next. Where
-    `any_bad`, the NaN and Inf among the block's `bits` [n] are counted in `span_bad` [S].
+    `any_bad`, the NaN and Inf among the block's `bits` [n] are counted beside them.
     """
     at = 0
     while at < len(values):
@@ -101,20 +101,20 @@ def _add_sums(values, bits, infinity, any_bad, first, spans, span, sums, span_su
             span_sums[span, 1] += square
             if any_bad:
                 found = _count(bits[at:end], infinity, infinity)
-                span_bad[span] += found[0] + found[1]
+                span_sums[span, 2] += found[0] + found[1]
         at = end
     return span
 
 
 @njit(nogil=True, cache=True)
-def measure(raw, values, bits, weights, infinity, smallest_normal, first, spans, floats, counts, span_sums, span_bad):
+def measure(raw, values, bits, weights, infinity, smallest_normal, first, spans, floats, counts, span_sums):
     """Measure a piece of a tensor.
 
     Read are `raw` uint8, the bytes as stored; `values` [n] float32 or float64 and `bits` [n] the same as integers;
     `weights` uint64[1024] of the checksum; `infinity` and `smallest_normal` as bits; `first`, the piece's first element
     in the tensor; `spans` int64[S, 2] first and last + 1 element of each span, in order, none over another. Written are
-    `floats` [4] minimum, maximum, Σx, Σx², and `counts` int64[5] NaN, Inf, zero, subnormal, checksum. Added to are
-    `span_sums` [S, 2] Σx, Σx² and `span_bad` int64[S].
+    `floats` [4] minimum, maximum, Σx, Σx², and `counts` int64[5] NaN, Inf, zero, subnormal, checksum. Added to is
+    `span_sums` [S, 3] Σx, Σx², NaN and Inf.
     """
     width = len(raw) // len(values)
     size = _BLOCK_BYTES // width
@@ -135,7 +135,7 @@ def measure(raw, values, bits, weights, infinity, smallest_normal, first, spans,
             nans, infs = nans + found[0], infs + found[1]
             zeros, subnormals = zeros + found[2], subnormals + found[3]
         block = values[at : at + size]
-        span = _add_sums(block, part, infinity, any_bad, first + at, spans, span, sums, span_sums, span_bad)
+        span = _add_sums(block, part, infinity, any_bad, first + at, spans, span, sums, span_sums)
     extremes[0], extremes[1] = low, high
     for i in range(2):  # back from keys to floats
         extremes[i] ^= (extremes[i] >> (8 * bits.itemsize - 1)) & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)

@@ -3,15 +3,12 @@
 From the model objects that a stage runs to msprobe's `Module.<path>.<Class>`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from pellucid.stages import plain_name
-
-Place = tuple[str, str]
-"""A module's name in the model, and its class."""
 
 
 def class_name(module: torch.nn.Module) -> str:
@@ -37,19 +34,6 @@ def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
         for path, module in plain_modules(model):
             if path:
                 yield prefix + path, module
-
-
-def places(models: Mapping[str, torch.nn.Module]) -> dict[torch.nn.Module, Place]:
-    """Return the name and the class of each module as they are without sharding; what only wraps others is left out.
-
-    Args:
-        models: by what is put before their modules' names.
-    """
-    return {
-        module: (prefix + (path or "the model"), class_name(module))
-        for prefix, model in models.items()
-        for path, module in plain_modules(model)
-    }
 
 
 def entry_prefix(path: str, module: torch.nn.Module) -> str:

@@ -6,18 +6,15 @@ closes it.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from pellucid.precision.dump import Entry
-from pellucid.precision.recorder import Recorder, call_stack
+from pellucid.precision.recorder import Recorder
 
 _SPACES = (
     ("torch.nn.functional.", "Functional"),
@@ -29,18 +26,14 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "neg
 # fmt: off
 _VIEWS = frozenset((
     "view", "view_as", "reshape", "reshape_as", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand",
-    "expand_as",
-    "flatten", "unflatten", "narrow", "split", "chunk", "unbind", "select", "detach", "detach_", "broadcast_to",
-    "movedim",
-    "swapaxes", "swapdims", "size", "dim", "numel", "stride", "storage_offset", "is_floating_point", "is_complex",
+    "expand_as", "flatten", "unflatten", "narrow", "split", "chunk", "unbind", "select", "detach", "detach_",
+    "broadcast_to", "movedim", "swapaxes", "swapdims", "size", "dim", "numel", "stride", "storage_offset", "is_floating_point", "is_complex",
     "is_contiguous", "is_inference", "item", "tolist", "data_ptr", "get_device", "element_size", "untyped_storage",
-    "new_empty",
-    "new_zeros", "empty", "empty_like", "zeros", "ones", "arange", "tensor", "as_tensor", "register_hook", "backward",
+    "new_empty", "new_zeros", "empty", "empty_like", "zeros", "ones", "arange", "tensor", "as_tensor", "register_hook", "backward",
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_ones", "new_full", "new_tensor", "full",
     "zero_",
-    "fill_", "copy_", "retain_grad", "requires_grad_", "equal", "allclose", "__len__", "__bool__",
-    "__int__", "__float__", "__index__", "__repr__",
-    "__format__", "__hash__", "__reduce_ex__", "__deepcopy__",
+    "fill_", "copy_", "retain_grad", "requires_grad_", "equal", "allclose", "__len__", "__bool__", "__int__",
+    "__float__", "__index__", "__repr__", "__format__", "__hash__", "__reduce_ex__", "__deepcopy__",
 ))
 # fmt: on
 """Calls that compute no new numbers, or none that depend on their inputs, which may be memory that nothing was written
@@ -82,7 +75,6 @@ class OperatorRecorder(TorchFunctionMode):
         super().__init__()
         self._recorder, self._inside, self._guarded = recorder, inside, guarded
         self._num_calls: defaultdict[str, int] = defaultdict(int)
-        self._stacks: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._read, self._record = guarded(self._read_inputs), guarded(self._record_call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,21 +86,20 @@ class OperatorRecorder(TorchFunctionMode):
         groups: dict[str, Any] = {}
         self._read(groups, args, kwargs)  # before the call, which may change them in place
         output = func(*args, **kwargs)
-        self._record(name, groups, output, sys._getframe(1))
+        self._record(name, groups, output)
         return output
 
     def _read_inputs(self, groups: dict[str, Any], args: Any, kwargs: Any) -> None:
         groups["input_args"], groups["input_kwargs"] = self._recorder.measure(args), self._recorder.measure(kwargs)
 
-    def _record_call(self, name: str, groups: dict[str, Any], output: Any, frame: FrameType) -> None:
+    def _record_call(self, name: str, groups: dict[str, Any], output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else (output,)
         tensor = next((value for value in outputs if isinstance(value, torch.Tensor)), None)
         if tensor is None:
             return
         number, self._num_calls[name] = self._num_calls[name], self._num_calls[name] + 1
         groups["output"] = self._recorder.measure(outputs)
-        parent = self._inside()
-        self._recorder.add(Entry(f"{name}.{number}.forward", parent, groups, self._stack(frame)))
+        self._recorder.add(f"{name}.{number}.forward", self._inside(), groups)
         if tensor.grad_fn is not None and tensor.requires_grad:
             hook = partial(self._backward, f"{name}.{number}.backward")
             tensor.grad_fn.register_hook(self._guarded(hook))  # goes with the graph
@@ -116,12 +107,4 @@ class OperatorRecorder(TorchFunctionMode):
     def _backward(self, entry: str, grad_input: Any, grad_output: Any) -> None:
         # msprobe's words: what goes into the backward call is the gradient of the output.
         groups = {"input": self._recorder.measure(grad_output), "output": self._recorder.measure(grad_input)}
-        self._recorder.add(Entry(entry, None, groups))
-
-    def _stack(self, frame: FrameType) -> tuple[str, ...]:
-        """Return the frames from a call outwards; each place in the code is looked at once."""
-        above = frame.f_back
-        key = (frame.f_code, frame.f_lineno, above and above.f_code, above and above.f_lineno)
-        if key not in self._stacks:
-            self._stacks[key] = call_stack(frame)
-        return self._stacks[key]
+        self._recorder.add(entry, None, groups)

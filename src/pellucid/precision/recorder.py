@@ -5,7 +5,6 @@ Hooks of modules (`capture.py`) and of operators (`operators.py`) add to it; `du
 
 from __future__ import annotations
 
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pellucid.precision.dump import Entry, Pass, SampleSums, TensorStats, leaves
 from pellucid.precision.statistics import Measurer, Rows, Spans
 from pellucid.stages import TokenSpan
-
-MAX_FRAMES = 24
-"""Of a stack, innermost first."""
-_ROOM, _HOOKS = __file__.rpartition("recorder")[0], torch.nn.modules.module.__file__
 
 
 class Recorder:
@@ -43,8 +38,9 @@ class Recorder:
         self._spans = self._num_tokens = None
         self._seen.clear()
 
-    def add(self, entry: Entry) -> Entry:
-        """Append an entry of the pass in hand."""
+    def add(self, name: str, parent: str | None, groups: dict[str, Any]) -> Entry:
+        """Append an entry of the pass in hand, and return it."""
+        entry = Entry(name, parent, groups)
         self._entries.append((entry, len(self.passes) - 1))
         return entry
 
@@ -79,11 +75,9 @@ class Recorder:
         # As long as the weak reference is kept, no other storage can get this address.
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         known = self._seen.get(key)
-        if known is not None and not known[0].expired():
-            return known[1]
-        leaf = self._measure(tensor, shard, of_tokens)
-        self._seen[key] = (StorageWeakRef(storage), leaf)
-        return leaf
+        if known is None or known[0].expired():
+            known = self._seen[key] = StorageWeakRef(storage), self._measure(tensor, shard, of_tokens)
+        return known[1]
 
     def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> TensorStats:
         if self._num_tokens is None:
@@ -114,44 +108,24 @@ class Recorder:
         rows = self._measurer.fetch()
         for stats, row, _ in self._measured.values():
             _fill_in(stats, row, rows)
-        names, passes, of_rows = [], [], []
+        names, passes, parts = list[str](), list[int](), list[np.ndarray]()
         for entry, pass_index in self._entries:
             for path, stats in leaves(entry):
                 _, row, by_sample = self._measured[id(stats)]
                 if by_sample:
                     names.append(f"{entry.name}|{path}")
                     passes.append(pass_index)
-                    of_rows.append(row)
-        return [entry for entry, _ in self._entries], _sample_sums(names, passes, of_rows, rows)
-
-
-def call_stack(frame: FrameType | None) -> tuple[str, ...]:
-    """Return the frames from `frame` outwards, but for those of this room and of torch's hooks."""
-    lines: list[str] = []
-    while frame is not None and len(lines) < MAX_FRAMES:
-        name = frame.f_code.co_filename
-        if not name.startswith(_ROOM) and name != _HOOKS:
-            lines.append(f"File {name}, line {frame.f_lineno}, in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return tuple(lines)
+                    parts.append(rows.spans_of[row])
+        entries = [entry for entry, _ in self._entries]
+        if not names:
+            return entries, None
+        first = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        total, square_sum, num_bad = np.concatenate(parts).T
+        pass_index = np.array(passes, dtype=np.int64)
+        return entries, SampleSums(names, pass_index, first, total, square_sum, num_bad.astype(np.int64))
 
 
 def _fill_in(stats: TensorStats, row: int, rows: Rows) -> None:
-    stats.min, stats.max = float(rows.min[row]), float(rows.max[row])
-    stats.mean, stats.norm = float(rows.mean[row]), float(rows.norm[row])
-    stats.num_nan, stats.num_inf = int(rows.num_nan[row]), int(rows.num_inf[row])
-    stats.num_zero, stats.num_subnormal = int(rows.num_zero[row]), int(rows.num_subnormal[row])
-    stats.checksum = f"{int(rows.checksum[row]):016x}"
-
-
-def _sample_sums(names: list[str], passes: list[int], of_rows: list[int], rows: Rows) -> SampleSums | None:
-    """Return the sums by sample of the named tensors, whose rows may stand for several of them."""
-    if not names:
-        return None
-    place = np.searchsorted(rows.span_rows, of_rows)
-    first, last = rows.first[place], rows.first[place + 1]
-    sizes = last - first
-    taken = np.concatenate([np.arange(start, stop) for start, stop in zip(first, last, strict=True)])
-    ends = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
-    pass_index = np.array(passes, dtype=np.int64)
-    return SampleSums(names, pass_index, ends, rows.sum[taken], rows.square_sum[taken], rows.num_bad[taken])
+    stats.min, stats.max, stats.mean, stats.norm = rows.floats[row].tolist()
+    stats.num_nan, stats.num_inf, stats.num_zero, stats.num_subnormal, checksum = rows.counts[row].tolist()
+    stats.checksum = f"{checksum % (1 << 64):016x}"

@@ -2,8 +2,8 @@
 
 It is a `Probe` beside the profiler's, and has hooks on the modules of the stage that it watches. The flags stay on the
 device and are looked at where a stage ends, and in updates before each optimizer step. What is flagged raises
-`NonFiniteError`; the run saves what the stage was given and runs it again under `locate`, with a `Locator` in place of
-the flags.
+`NonFiniteError`; the run saves what the stage was given and runs it again under `locate`: then each pass is captured,
+and the first whose capture holds NaN or Inf is kept and read.
 """
 
 from __future__ import annotations
@@ -13,38 +13,26 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import DTensor
 
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
-from pellucid.precision.finding import Finding, unexplained
-from pellucid.precision.locate import UNIT_NAMES, Locator, locate_weights
-from pellucid.precision.naming import Place, places
-from pellucid.stages import PREFILL, ROLE_OF, Stage, TokenSpans, Unit
+from pellucid.precision.capture import NativeSession
+from pellucid.precision.dump import About, StageDump
+from pellucid.precision.finding import HEAD, Finding, first_bad, not_found_again
+from pellucid.precision.naming import class_name, plain_modules
+from pellucid.stages import PREFILL, ROLE_OF, Stage, TokenSpans, Unit, plain_name
 
 OUTPUT = "the output of a module"
 MAX_KEPT = 4096
 """Flags after which they are looked at, so that a long generation does not fill the memory with them."""
 MAX_LAYERS = 8
 """How many decoder layers have flags in generation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """The first flag that was raised."""
-
-    place: Place
-    unit: str
-    """What the pass is called."""
-    index: int
-    """The pass's number among those of its kind, from 1."""
-    value: float
-    """NaN or Inf."""
+_UNIT_NAMES = {Unit.MICRO_BATCH: "micro-batch", Unit.DECODE_STEP: "decode step"}
 
 
 class Flags:
@@ -52,10 +40,10 @@ class Flags:
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
-        self._of: list[tuple[Place, str, int]] = []
+        self._of: list[tuple[str, str, str, int]] = []
         self._passes: Counter[str] = Counter()
-        self._unit = "pass"
-        self._first: Flag | None = None
+        self._unit = ""
+        self._first: Finding | None = None
         self._last: Callable[[], torch.Tensor | None] = lambda: None
         """Returns the tensor that was flagged last, while it lives."""
 
@@ -66,21 +54,21 @@ class Flags:
         if len(self._kept) > MAX_KEPT:
             self.first()
 
-    def hook(self, place: Place) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(self, place: str, kind: str) -> Callable[[nn.Module, Any, Any], None]:
         """Return a forward hook that flags what a module returns."""
 
         def flag(module: nn.Module, args: Any, output: Any) -> None:
-            self.add(place, output)
+            self.add(place, kind, output)
 
         return flag
 
-    def add(self, place: Place, output: Any) -> None:
+    def add(self, place: str, kind: str, output: Any) -> None:
         """Flag the tensors of a module's result without waiting for them."""
         if isinstance(output, Mapping):
             output = tuple(output.values())
         if isinstance(output, tuple | list):
             for value in output:
-                self.add(place, value)
+                self.add(place, kind, value)
             return
         if not isinstance(output, torch.Tensor) or not output.is_floating_point() or not output.numel():
             return
@@ -88,9 +76,9 @@ class Flags:
         if self._first is None and output is not self._last():
             self._last = weakref.ref(output)
             self._kept += output.detach().aminmax()
-            self._of += [(place, self._unit, self._passes[self._unit])] * 2
+            self._of += [(place, kind, self._unit, self._passes[self._unit])] * 2
 
-    def first(self) -> Flag | None:
+    def first(self) -> Finding | None:
         """Return the first flag that is raised, in the order in which modules returned; waits for the device."""
         if self._first is None:
             by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
@@ -102,24 +90,29 @@ class Flags:
                 raised |= {number: value for number, value in zip(numbers, values) if not math.isfinite(value)}
             if raised:
                 number = min(raised)
-                self._first = Flag(*self._of[number], raised[number])
+                place, kind, unit, index = self._of[number]
+                self._first = not_found_again(place, kind, "NaN" if math.isnan(raised[number]) else "Inf")
+                self._first.unit, self._first.index, self._first.order = unit, index, (index, number)
         self._kept.clear()
         self._of.clear()
         return self._first
 
 
 class Sentinel:
-    """See the module. One process has one; on several ranks all must call it alike."""
+    """The NaN sentinel of one process; on several ranks all must call theirs alike. It is a `Probe`."""
 
     def __init__(self) -> None:
         self.modules_of: Callable[[Stage], tuple[nn.Module, ...]] = lambda stage: ()
         """The modules that a stage runs in this process."""
+        self.dump: StageDump | None = None
+        """The capture of the pass that a repetition has found to be wrong."""
         self._flags: Flags | None = None
-        self._device = torch.device("cpu")
-        self._models: dict[str, nn.Module] = {}
-        """The models of the stage that is watched, by what is put before their modules' names."""
+        self._models: tuple[nn.Module, ...] = ()
+        """Those of the stage that is watched."""
         self._locating: Stage | None = None
-        self._locator: Locator | None = None
+        self._session: NativeSession | None = None
+        """The capture of the pass in hand, where a stage is repeated."""
+        self._passes: Counter[str] = Counter()
         self._finding: Finding | None = None
 
     @contextmanager
@@ -130,31 +123,41 @@ class Sentinel:
             NonFiniteError: something in it is not finite, on whichever rank; every rank raises it.
         """
         stage = self._locating or stage
-        models = {} if stage is None else self._models_of(stage)
+        models = () if stage is None else self.modules_of(_model_stage(stage))
         if stage is None or not models:
             yield
             return
-        self._models, self._device = models, next(models[""].parameters()).device
-        flags = None if self._locating else Flags()
-        samples = stage in (Stage.ROLLOUT_GENERATE, Stage.VALIDATE)
+        self._models = models
+        if self._locating:
+            yield
+            return
         failure: NonFiniteError | None = None
+        flags, before = Flags(), self._flags
+        handles = [
+            module.register_forward_hook(flags.hook(path or "the model", class_name(module)))
+            for model in models
+            for path, module in flagged_modules(model, samples=_model_stage(stage) is Stage.ROLLOUT_GENERATE)
+        ]
+        self._flags = flags
         try:
-            with self._located() if flags is None else self._flagged(flags, samples=samples):
-                yield
+            yield
         except NonFiniteError as error:
             failure = error
-        flag = None if flags is None else flags.first()
+        finally:
+            self._flags = before
+            for handle in handles:
+                handle.remove()
         if failure is None:
-            self._raise_flag(flag)
-            return
-        if self._finding is None:
-            self._finding = unexplained() if flag is None else unexplained(flag.place, flag.unit, flag.index)
-        self._on_any_rank(True)
-        raise failure
+            self._raise_flag(flags.first())
+        else:
+            self._finding = self._finding or flags.first() or not_found_again()
+            self._on_any_rank(True)
+            raise failure
 
     def locate(self, stage: Stage) -> None:
         """Let the next stage that is watched, a repetition of one that failed, be searched for where it goes wrong."""
-        self._locating = stage
+        self._locating, self.dump = stage, None
+        self._passes.clear()
 
     def take_finding(self) -> Finding | None:
         """Return what this rank has found of the failure, and flag again from now on."""
@@ -170,117 +173,133 @@ class Sentinel:
         Raises:
             NonFiniteError: before an optimizer step, a flag is raised on some rank; always where the stage is repeated.
         """
-        if self._locator is not None:
-            with self._locator.unit(unit, spans):
+        if unit is Unit.OPTIMIZER_STEP:
+            with self._optimizer_step():
                 yield
-        elif self._flags is None:
-            yield
-        elif unit is Unit.OPTIMIZER_STEP:
-            self._raise_flag(self._flags.first())
-            with self._explained():
+        elif spans is not None:
+            with self._pass(_UNIT_NAMES[unit], spans):
                 yield
         else:
-            if spans is not None:
-                self._flags.begin_pass(UNIT_NAMES[unit])
             yield
 
     @contextmanager
     def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
         """Enclose a prefill."""
-        if self._locator is not None:
-            self._locator.begin_pass(PREFILL, spans)
-        elif self._flags is not None:
-            self._flags.begin_pass(PREFILL)
-        yield
+        with self._pass(PREFILL, spans):
+            yield
 
     def results(self, **tensors: torch.Tensor | None) -> None:
-        """Flag a head's results."""
-        if self._locator is not None:
-            self._locator.results(**tensors)
+        """Flag a head's results, or capture them."""
+        if self._session is not None:
+            self._session.results({name: tensor for name, tensor in tensors.items() if tensor is not None})
         elif self._flags is not None:
-            self._flags.add(("the head", ""), tensors)
+            self._flags.add(HEAD, "", tensors)
 
     def loss(self, value: torch.Tensor) -> None:
-        """Let a repetition look at a loss; a failure of the loss itself the engine raises."""
-        if self._locator is not None:
-            self._locator.loss(value)
-
-    def _models_of(self, stage: Stage) -> dict[str, nn.Module]:
-        own = self.modules_of(Stage.ROLLOUT_GENERATE if stage is Stage.VALIDATE else stage)
-        models = {f"{index}: " if index else "": module for index, module in enumerate(own)}
-        if models and ROLE_OF.get(stage) == "actor":  # an exact KL runs the reference on the same passes
-            others = [module for module in self.modules_of(Stage.REF_COMPUTE_LOG_PROB) if module not in own]
-            models |= {f"reference{index or ''}: ": module for index, module in enumerate(others)}
-        return models
+        """Capture a loss where a stage is repeated; a failure of the loss itself the engine raises."""
+        if self._session is not None:
+            self._session.loss(value)
 
     @contextmanager
-    def _flagged(self, flags: Flags, *, samples: bool) -> Iterator[None]:
-        names = places(self._models)
-        chosen = [module for model in self._models.values() for module in flagged_modules(model, samples=samples)]
-        handles = [module.register_forward_hook(flags.hook(names[module])) for module in dict.fromkeys(chosen)]
-        before, self._flags = self._flags, flags
+    def _pass(self, unit: str, spans: TokenSpans) -> Iterator[None]:
+        """Enclose a pass; in a repetition it is captured, unless an earlier one was wrong."""
+        self._passes[unit] += 1
+        if self._flags is not None:
+            self._flags.begin_pass(unit)
+        if not self._locating or self.dump is not None:
+            yield
+            return
+        self._session = session = NativeSession(self._models, self._about(self._locating))
+        session.begin()
+        session.begin_pass(spans, unit)
         try:
             yield
         finally:
-            self._flags = before
-            for handle in handles:
-                handle.remove()
+            self._session = None
+            dump = session.end()
+            if (finding := first_bad(dump)) is not None:
+                finding.unit, finding.index = unit, self._passes[unit]
+                finding.order = self._passes.total(), finding.order[1]
+                self._finding, self.dump = finding, dump
 
     @contextmanager
-    def _located(self) -> Iterator[None]:
-        self._locator = locator = Locator(self._models)
-        try:
-            with locator:
-                yield
-        finally:
-            self._locator = None
-            self._finding = locator.finding or self._finding
-
-    def _raise_flag(self, flag: Flag | None) -> None:
-        if flag is not None:
-            self._finding = unexplained(flag.place, flag.unit, flag.index)
-        if self._on_any_rank(flag is not None):
-            raise NonFiniteError(OUTPUT, math.nan if flag is None else flag.value, [])
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Find out which weights an optimizer step spoils: it cannot be repeated, for its state is gone then."""
-        steps: list[torch.optim.Optimizer] = []
-        handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: steps.append(optimizer))
+    def _optimizer_step(self) -> Iterator[None]:
+        """Enclose an optimizer step, and name the weights that it spoils: it cannot be repeated."""
+        if self._locating:
+            if self.dump is None:  # what is added up over passes and ranks is in none of their captures
+                cause = "the gradients of each pass are finite, their sum is not"
+                bad = _bad_parameter(self._models, lambda parameter: parameter.grad, "backward", cause)
+                self._finding = bad or self._finding
+            raise NonFiniteError("the repetition of an update", math.nan, [])
+        if self._flags is not None:
+            self._raise_flag(self._flags.first())
         try:
             yield
         except NonFiniteError as error:
             if error.quantity == UPDATED_WEIGHTS:
-                self._finding = locate_weights(self._models[""], steps) or unexplained()
+                cause = "the gradients of the optimizer step that made it were finite"
+                self._finding = _bad_parameter(self._models, lambda parameter: parameter, "optimizer", cause)
             raise
-        finally:
-            handle.remove()
+
+    def _about(self, stage: Stage) -> About:
+        stage, first = _model_stage(stage), next(self._models[0].parameters())
+        return About(
+            backend="native", level="L0", stage=str(stage), step=0, role=ROLE_OF[stage], device=first.device.type,
+            dtype=str(first.dtype), model=class_name(self._models[0]),
+        )  # fmt: skip
+
+    def _raise_flag(self, flag: Finding | None) -> None:
+        self._finding = flag or self._finding
+        if self._on_any_rank(flag is not None):
+            raise NonFiniteError(OUTPUT, math.inf if flag and flag.what == "Inf" else math.nan, [])
 
     def _on_any_rank(self, here: bool) -> bool:
         """Return whether it is so on any rank. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return here
-        tensor = torch.tensor(int(here), device=self._device)
+        tensor = torch.tensor(int(here), device=next(self._models[0].parameters()).device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return bool(tensor)
 
 
-def flagged_modules(model: Any, *, samples: bool) -> list[nn.Module]:
-    """Return the modules of a transformers model that have flags.
+def _model_stage(stage: Stage) -> Stage:
+    """Return the stage whose models a stage runs."""
+    return Stage.ROLLOUT_GENERATE if stage is Stage.VALIDATE else stage
+
+
+def _bad_parameter(
+    models: tuple[nn.Module, ...], of: Callable[[nn.Parameter], torch.Tensor | None], direction: Any, cause: str
+) -> Finding | None:
+    """Return the first parameter, or gradient, of which this rank's part is not finite."""
+    for name, parameter in (named for model in models for named in model.named_parameters()):
+        if (tensor := of(parameter)) is None:
+            continue
+        own = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        num_nan, num_bad = int(own.isnan().sum()), int((~own.isfinite()).sum())
+        if num_bad:
+            what, counts = "NaN" if num_nan else "Inf", f"its part on this rank: {num_bad:,} of {own.numel():,} values"
+            return Finding(plain_name(name), "parameter", direction, what, cause, counts)
+    return None
+
+
+def flagged_modules(model: Any, *, samples: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and modules of a transformers model that have flags.
 
     In generation these are the decoder and a few of its layers: a decoding step is so short that a flag of each module
     would show, and NaN and Inf do not leave the stream that runs through the layers. Elsewhere what takes long to read
     and shows in the module around it has none: wide projections, and activations between them.
     """
-    if samples:
-        kinds = set(model._no_split_modules or [])
-        layers = [module for module in model.modules() if type(module).__name__ in kinds]
-        return [model.get_decoder(), *layers[:: math.ceil(len(layers) / MAX_LAYERS) or 1]]
+    kinds = set(model._no_split_modules or [])
     hidden_size = model.config.get_text_config().hidden_size
-
-    def is_flagged(module: nn.Module) -> bool:
-        if isinstance(module, nn.Linear):
-            return module.out_features <= hidden_size
-        return next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is not None
-
-    return [module for module in places({"": model}) if is_flagged(module)]
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    chosen = {model.get_decoder(), *layers[:: math.ceil(len(layers) / MAX_LAYERS) or 1]}
+    for path, module in plain_modules(model):
+        if samples:
+            is_flagged = module in chosen
+        elif isinstance(module, nn.Linear):
+            is_flagged = module.out_features <= hidden_size
+        else:
+            parts = (*module.children(), *module.parameters(recurse=False))
+            is_flagged = bool(parts)
+        if is_flagged:
+            yield path, module

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Literal
 
 import numpy as np
@@ -33,8 +32,8 @@ _THREADS_BYTES = 8 << 20  # from which on waking other threads pays
 # Of a tensor that PyTorch's reductions look at together: bounds the memory that their masks take; on CPU also keeps it
 # at hand.
 _PIECE_ELEMENTS, _PIECE_ELEMENTS_CPU = 1 << 24, 1 << 18
+_ROWS = 1024  # by which the results grow
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_NO_SPANS = np.zeros((0, 2), dtype=np.int64)
 
 
 class Spans:
@@ -44,17 +43,13 @@ class Spans:
         starts: int64[S] first token of each; in order.
         lengths: int64[S] tokens of each; none lies over another.
         num_tokens: of the axis, N.
-
-    Raises:
-        ValueError: if they are out of order, overlap or leave the axis.
     """
 
     def __init__(self, starts: np.ndarray, lengths: np.ndarray, num_tokens: int) -> None:
-        bounds = np.stack((starts, starts + lengths), axis=1).astype(np.int64, order="C").reshape(-1, 2)
-        edges = bounds.reshape(-1)
-        if len(edges) and (edges[0] < 0 or edges[-1] > num_tokens or (np.diff(edges) < 0).any()):
-            raise ValueError(f"spans must follow one another within {num_tokens} tokens, not {bounds.tolist()}")
-        self.bounds, self.num_tokens = bounds, num_tokens
+        self.bounds = np.stack((starts, starts + lengths), axis=1).astype(np.int64, order="C").reshape(-1, 2)
+        self.num_tokens = num_tokens
+        edges = [0, *self.bounds.reshape(-1).tolist(), num_tokens]
+        assert edges == sorted(edges), f"spans must follow one another within {num_tokens} tokens"
         self._on_device: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
@@ -71,45 +66,30 @@ class Spans:
             raise ValueError(f"{num_elements} elements are not shared equally by {self.num_tokens} tokens")
         return self.bounds * width
 
-    def tokens(self, device: torch.device) -> Tensor:
-        """Return int64[S, longest]: the tokens of each span, N where it has no more."""
+    def of_tokens(self, device: torch.device) -> Tensor:
+        """Return int64[N], the number of each token's span; S where it is in none."""
         if device not in self._on_device:
-            lengths = self.bounds[:, 1] - self.bounds[:, 0]
-            offsets = np.arange(lengths.max(initial=0))
-            tokens = np.where(offsets < lengths[:, None], self.bounds[:, :1] + offsets, self.num_tokens)
-            self._on_device[device] = torch.from_numpy(tokens).to(device)
+            numbers = np.full(self.num_tokens, len(self), dtype=np.int64)
+            for number, (start, end) in enumerate(self.bounds):
+                numbers[start:end] = number
+            self._on_device[device] = torch.from_numpy(numbers).to(device)
         return self._on_device[device]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Statistics of R tensors, a row each, in the order of measuring; sums of spans of the K that had any."""
+    """Statistics of R tensors, a row each, in the order of measuring."""
 
-    min: np.ndarray
-    """float64[R], as are `max`, `mean` and `norm` (L2): NaN where the tensor holds a NaN or nothing at all. Zero has
-    no sign.
+    floats: np.ndarray
+    """float64[R, 4] minimum, maximum, mean, L2 norm: NaN where the tensor holds a NaN or nothing at all. Zero has no
+    sign.
     """
-    max: np.ndarray
-    mean: np.ndarray
-    norm: np.ndarray
-    num_nan: np.ndarray
-    """int64[R], as are the other counts."""
-    num_inf: np.ndarray
-    num_zero: np.ndarray
-    num_subnormal: np.ndarray
-    """By the measure of the tensor's own dtype: a float16 of 1e-5 is one."""
-    checksum: np.ndarray
-    """uint64[R], of the stored bytes in their logical order; the same on every device and by every kernel."""
-    span_rows: np.ndarray
-    """int64[K]: which rows have sums of spans."""
-    first: np.ndarray
-    """int64[K+1]: sums of row `span_rows[k]` are elements `first[k]` up to `first[k + 1]` of the arrays below."""
-    sum: np.ndarray
-    """float64, Σx of each span."""
-    square_sum: np.ndarray
-    """float64, Σx² of each span."""
-    num_bad: np.ndarray
-    """int64, NaN and Inf of each span."""
+    counts: np.ndarray
+    """int64[R, 5] NaN, Inf, zero, subnormal by the measure of the tensor's own dtype (a float16 of 1e-5 is one), and
+    the checksum of the stored bytes in their logical order; the same on every device and by every kernel.
+    """
+    spans_of: dict[int, np.ndarray]
+    """float64[S, 3] Σx, Σx² and number of NaN and Inf of each span, by the row that has some."""
 
 
 class Measurer:
@@ -125,19 +105,17 @@ class Measurer:
 
     Raises:
         MissingExtraError: if numba is asked for and missing.
-        ValueError: if numba is asked for on another device than CPU.
     """
 
     def __init__(self, device: torch.device, kernel: Kernel | None = None) -> None:
-        if kernel is None:
-            kernel = "numba" if device.type == "cpu" and find_spec("numba") else "torch"
-        if kernel == "numba" and device.type != "cpu":
-            raise ValueError(f"the numba kernel reads memory of the CPU, not of {device}")
-        self.kernel: Kernel = kernel
+        self.kernel: Kernel = kernel or ("numba" if device.type == "cpu" and find_spec("numba") else "torch")
+        self._device = device
+        self._reductions = _NumbaKernel() if self.kernel == "numba" else _TorchReductions(device)
+        self._floats: list[Tensor] = []
+        self._counts: list[Tensor] = []
+        self._spans: dict[int, Tensor] = {}
         self._num_elements: list[int] = []
-        self._dtypes: list[torch.dtype] = []
-        self._span_rows: list[int] = []
-        self._backend = _CpuBackend() if kernel == "numba" else _TorchBackend(device)
+        self._num_bytes: list[int] = []
 
     @torch.no_grad()
     def measure(self, tensor: Tensor, spans: Spans | None = None) -> int:
@@ -159,58 +137,48 @@ class Measurer:
         # Words are read where they lie; a view may begin between two, and a single number may keep any stride.
         if flat.storage_offset() * flat.element_size() % 8 or flat.stride(0) != 1:
             flat = flat.clone().as_strided(flat.shape, (1,))
-        num_elements = flat.numel()
-        bounds = _NO_SPANS if spans is None else spans.elements(num_elements)
-        row = len(self._num_elements)
-        self._backend.reserve(row + 1)
-        if num_elements:
-            self._backend.measure(flat, row, spans, bounds)
-        elif spans is not None:
-            self._backend.add_empty_spans(len(spans))
-        self._num_elements.append(num_elements)
-        self._dtypes.append(flat.dtype)
+        bounds = np.zeros((0, 2), np.int64) if spans is None else spans.elements(len(flat))
+        row, dtype = len(self._num_elements), self._reductions.dtype
+        if row % _ROWS == 0:
+            self._floats.append(torch.zeros((_ROWS, 4), dtype=dtype, device=self._device))
+            self._counts.append(torch.zeros((_ROWS, 5), dtype=torch.int64, device=self._device))
         if spans is not None:
-            self._span_rows.append(row)
+            self._spans[row] = torch.zeros((len(spans), 3), dtype=dtype, device=self._device)
+        if len(flat):
+            floats, counts, sums = self._reductions.reduce(flat, spans, bounds)
+            self._floats[-1][row % _ROWS], self._counts[-1][row % _ROWS] = floats, counts
+            if spans is not None:
+                self._spans[row] = sums
+        self._num_elements.append(len(flat))
+        self._num_bytes.append(flat.nbytes)
         return row
 
     def warm_up(self, dtypes: Iterable[torch.dtype]) -> None:
         """Load what measures tensors of these dtypes, compiling it where this machine has not yet (seconds a dtype)."""
-        spare = Measurer(self._backend.device, self.kernel)
+        spare = Measurer(self._device, self.kernel)
         for dtype in dtypes:
-            spare.measure(torch.zeros(1, dtype=dtype, device=self._backend.device))
+            spare.measure(torch.zeros(1, dtype=dtype, device=self._device))
 
     def fetch(self) -> Rows:
         """Return the statistics of all tensors measured so far."""
-        found = self._backend.fetch(len(self._num_elements))
         elements = np.array(self._num_elements, dtype=np.int64)
-        num_bytes = elements * np.array([dtype.itemsize for dtype in self._dtypes], dtype=np.int64)
-        floats, counts = found.floats, found.counts
-        unknown = np.where((counts[:, 0] > 0) | (elements == 0), np.nan, 0.0)
-        return Rows(
-            min=floats[:, 0] + unknown, max=floats[:, 1] + unknown,
-            mean=floats[:, 2] / np.maximum(elements, 1) + unknown, norm=np.sqrt(floats[:, 3]) + unknown,
-            num_nan=counts[:, 0], num_inf=counts[:, 1], num_zero=counts[:, 2], num_subnormal=counts[:, 3],
-            checksum=(counts[:, 4] + num_bytes).view(np.uint64),
-            span_rows=np.array(self._span_rows, dtype=np.int64),
-            first=np.cumsum([0, *found.num_spans], dtype=np.int64),
-            sum=found.span_sums[:, 0], square_sum=found.span_sums[:, 1], num_bad=found.span_bad,
-        )  # fmt: skip
+        if not len(elements):
+            return Rows(np.zeros((0, 4)), np.zeros((0, 5), np.int64), {})
+        floats = torch.cat(self._floats)[: len(elements)].double().cpu().numpy() + 0.0  # no -0.0
+        counts = torch.cat(self._counts)[: len(elements)].cpu().numpy()
+        floats[:, 2] /= np.maximum(elements, 1)
+        floats[:, 3] = np.sqrt(floats[:, 3])
+        floats[(counts[:, 0] > 0) | (elements == 0)] = np.nan
+        counts[:, 4] += self._num_bytes
+        if not self._spans:
+            return Rows(floats, counts, {})
+        sums = torch.cat(list(self._spans.values())).double().cpu().numpy()
+        ends = np.cumsum([len(each) for each in self._spans.values()])
+        return Rows(floats, counts, dict(zip(self._spans, np.split(sums, ends[:-1]))))
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What a backend has of R rows."""
-
-    floats: np.ndarray
-    """float64[R, 4] minimum, maximum, Σx, Σx²."""
-    counts: np.ndarray
-    """int64[R, 5] NaN, Inf, zero, subnormal, checksum without the length."""
-    num_spans: list[int]
-    """Of each row that has spans."""
-    span_sums: np.ndarray
-    """float64[all spans, 2] Σx, Σx²."""
-    span_bad: np.ndarray
-    """int64[all spans] NaN + Inf."""
+_Reduced = tuple[Tensor, Tensor, Tensor]
+"""[4] minimum, maximum, Σx, Σx²; int64[5] NaN, Inf, zero, subnormal, checksum without the length; [S, 3] of spans."""
 
 
 @cache
@@ -229,25 +197,22 @@ def _limits(dtype: torch.dtype, wide: torch.dtype) -> tuple[int, int]:
     return infinity, smallest
 
 
-class _CpuBackend:
-    """Numpy buffers that the numba kernel fills; as many threads as PyTorch uses share a large tensor's chunks."""
+class _NumbaKernel:
+    """The numba kernel; as many threads as PyTorch uses share a large tensor's chunks."""
 
-    device = torch.device("cpu")
+    dtype = torch.float64
 
     def __init__(self) -> None:
-        self._kernel = _import_kernels().measure
-        self._weights = _Mix(self.device).weights.numpy().view(np.uint64)
-        self._floats, self._counts = np.zeros((1024, 4)), np.zeros((1024, 5), dtype=np.int64)
-        self._span_sums: list[np.ndarray] = []
-        self._span_bad: list[np.ndarray] = []
+        if find_spec("numba") is None:
+            raise MissingExtraError("precision_debugger", "numba", "precision")
+        from pellucid.precision.kernels import measure
+
+        self._measure = measure
+        self._weights = _Mix(torch.device("cpu")).weights.numpy().view(np.uint64)
         self._pool: ThreadPoolExecutor | None = None
 
-    def reserve(self, num_rows: int) -> None:
-        if num_rows > len(self._floats):
-            self._floats = np.concatenate((self._floats, np.zeros_like(self._floats)))
-            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-
-    def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
+    def reduce(self, flat: Tensor, spans: Spans | None, bounds: np.ndarray) -> _Reduced:
+        """Return the statistics of a tensor with elements."""
         # Not `numpy()`, after which PyTorch never lets a storage be resized again: FSDP frees gathered weights that
         # way. What numpy lacks a dtype for is read as integers.
         foreign = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}.get(flat.dtype)
@@ -257,19 +222,17 @@ class _CpuBackend:
         size = _CHUNK_BYTES // stored.itemsize
         num_chunks = -(-len(stored) // size)
         floats, counts = np.empty((num_chunks, 4)), np.empty((num_chunks, 5), dtype=np.int64)
-        span_sums = np.zeros((num_chunks, len(bounds), 2))
-        span_bad = np.zeros((num_chunks, len(bounds)), dtype=np.int64)
+        sums = np.zeros((num_chunks, len(bounds), 3))
 
         def run(chunk: int) -> None:
             piece = stored[chunk * size : (chunk + 1) * size]
-            values = (
-                (piece.astype(np.int32) << 16).view(np.float32)
-                if flat.dtype == torch.bfloat16
-                else piece.astype(wide, copy=False)
-            )
-            self._kernel(
+            if flat.dtype == torch.bfloat16:
+                values = (piece.astype(np.int32) << 16).view(np.float32)
+            else:
+                values = piece.astype(wide, copy=False)
+            self._measure(
                 piece.view(np.uint8), values, values.view(bits), self._weights, *limits, chunk * size, bounds,
-                floats[chunk], counts[chunk], span_sums[chunk], span_bad[chunk],
+                floats[chunk], counts[chunk], sums[chunk],
             )  # fmt: skip
 
         if flat.nbytes >= _THREADS_BYTES and torch.get_num_threads() > 1:
@@ -278,88 +241,41 @@ class _CpuBackend:
         else:
             for chunk in range(num_chunks):
                 run(chunk)
-        self._floats[row] = floats[:, 0].min(), floats[:, 1].max(), *floats[:, 2:].sum(0)
-        self._counts[row] = counts.sum(0)
-        if spans is not None:
-            self._span_sums.append(span_sums.sum(0))
-            self._span_bad.append(span_bad.sum(0))
-
-    def add_empty_spans(self, num_spans: int) -> None:
-        self._span_sums.append(np.zeros((num_spans, 2)))
-        self._span_bad.append(np.zeros(num_spans, dtype=np.int64))
-
-    def fetch(self, num_rows: int) -> _Found:
-        return _Found(
-            self._floats[:num_rows].copy(), self._counts[:num_rows].copy(), [len(each) for each in self._span_bad],
-            np.concatenate([np.zeros((0, 2)), *self._span_sums]),
-            np.concatenate([np.zeros(0, dtype=np.int64), *self._span_bad]),
-        )  # fmt: skip
+        whole = np.array([floats[:, 0].min(), floats[:, 1].max(), *floats[:, 2:].sum(0)])
+        return torch.from_numpy(whole), torch.from_numpy(counts.sum(0)), torch.from_numpy(sums.sum(0))
 
 
-def _import_kernels() -> ModuleType:
-    if find_spec("numba") is None:
-        raise MissingExtraError("precision_debugger", "numba", "precision")
-    from pellucid.precision import kernels
-
-    return kernels
-
-
-class _TorchBackend:
-    """Rows in tensors on the device, filled by PyTorch's reductions: no value reaches the host before `fetch`."""
+class _TorchReductions:
+    """PyTorch's reductions on any device; no value reaches the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it; squares beyond 3e38 are infinite
         # there.
-        self._sum_dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-        self._floats = torch.zeros((1024, 4), dtype=self._sum_dtype, device=device)
-        self._counts = torch.zeros((1024, 5), dtype=torch.int64, device=device)
-        self._span_sums: list[Tensor] = []
-        self._span_bad: list[Tensor] = []
+        self.dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         self._piece = _PIECE_ELEMENTS_CPU if device.type == "cpu" else _PIECE_ELEMENTS
         self._mix = _Mix(device)
 
-    def reserve(self, num_rows: int) -> None:
-        if num_rows > len(self._floats):
-            self._floats = torch.cat((self._floats, torch.zeros_like(self._floats)))
-            self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
-
-    def measure(self, flat: Tensor, row: int, spans: Spans | None, bounds: np.ndarray) -> None:
-        pieces = [self._measure_piece(flat, first) for first in range(0, len(flat), self._piece)]
+    def reduce(self, flat: Tensor, spans: Spans | None, bounds: np.ndarray) -> _Reduced:
+        """Return the statistics of a tensor with elements."""
+        pieces = [self._reduce_piece(flat, first) for first in range(0, len(flat), self._piece)]
         floats, counts = (torch.stack(column) for column in zip(*pieces))
         extremes = torch.stack((floats[:, 0].amin(), floats[:, 1].amax()))
-        self._floats[row] = torch.cat((extremes, floats[:, 2:].sum(0)))
-        self._counts[row] = counts.sum(0)
-        if spans is not None:
-            self._add_spans(flat, spans)
-
-    def add_empty_spans(self, num_spans: int) -> None:
-        self._span_sums.append(torch.zeros((num_spans, 2), dtype=self._sum_dtype, device=self.device))
-        self._span_bad.append(torch.zeros(num_spans, dtype=torch.int64, device=self.device))
-
-    def fetch(self, num_rows: int) -> _Found:
-        floats = self._floats[:num_rows].to("cpu", copy=True).double().numpy()
-        counts = self._counts[:num_rows].to("cpu", copy=True).numpy()
-        sums = torch.cat([torch.zeros((0, 2), dtype=self._sum_dtype, device=self.device), *self._span_sums])
-        bad = torch.cat([torch.zeros(0, dtype=torch.int64, device=self.device), *self._span_bad])
-        return _Found(
-            floats, counts, [len(each) for each in self._span_bad], sums.cpu().double().numpy(), bad.cpu().numpy()
-        )
+        return torch.cat((extremes, floats[:, 2:].sum(0))), counts.sum(0), self._span_sums(flat, spans)
 
     def _widened(self, values: Tensor) -> Tensor:
         wide = _wide(values.dtype)[0]
-        return values.to(wide if wide.itemsize <= self._sum_dtype.itemsize else self._sum_dtype)
+        return values.to(wide if wide.itemsize <= self.dtype.itemsize else self.dtype)
 
-    def _sums(self, values: Tensor, dim: int) -> Tensor:
-        """Return Σx and Σx² over `dim`, stacked behind the other dimensions."""
-        norm = torch.linalg.vector_norm(values, dim=dim, dtype=self._sum_dtype)
-        return torch.stack((values.sum(dim, dtype=self._sum_dtype), norm * norm), dim=-1)
+    def _sums(self, values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Return Σx and Σx² over `dim`."""
+        norm = torch.linalg.vector_norm(values, dim=dim, dtype=self.dtype)
+        return values.sum(dim, dtype=self.dtype), norm * norm
 
-    def _measure_piece(self, flat: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return minimum, maximum, Σx, Σx² [4] and counts int64[5] of the piece that begins at element `first`."""
+    def _reduce_piece(self, flat: Tensor, first: int) -> tuple[Tensor, Tensor]:
         piece = flat[first : first + self._piece]
         values = self._widened(piece)
-        floats = torch.cat((torch.stack(torch.aminmax(values)).to(self._sum_dtype), self._sums(values, 0)))
+        low, high = torch.aminmax(values)
+        floats = torch.stack((low.to(self.dtype), high.to(self.dtype), *self._sums(values, 0)))
         infinity, smallest_normal = _limits(piece.dtype, values.dtype)
         magnitude = values.view(_wide(values.dtype)[1]) & ((1 << (8 * values.element_size() - 1)) - 1)
         zeros = piece.numel() - torch.count_nonzero(magnitude)
@@ -368,16 +284,16 @@ class _TorchBackend:
         checksum = self._mix.checksum(piece, first * piece.element_size() // _BLOCK_BYTES)
         return floats, torch.stack((nans, infs, zeros, subnormals, checksum))
 
-    def _add_spans(self, flat: Tensor, spans: Spans) -> None:
-        by_token = flat.view(spans.num_tokens, -1)
-        sums, bad = [], []
+    def _span_sums(self, flat: Tensor, spans: Spans | None) -> Tensor:
+        if spans is None:
+            return flat.new_zeros((0, 3), dtype=self.dtype)
+        by_token, of_tokens = flat.view(spans.num_tokens, -1), []
         for part in by_token.split(max(self._piece // by_token.shape[1], 1)):
             values = self._widened(part)
-            sums.append(self._sums(values, 1))
-            bad.append(torch.count_nonzero(~torch.isfinite(values), dim=1))
-        tokens = spans.tokens(self.device)
-        self._span_sums.append(F.pad(torch.cat(sums), (0, 0, 0, 1))[tokens].sum(1))
-        self._span_bad.append(F.pad(torch.cat(bad), (0, 1))[tokens].sum(1))
+            num_bad = torch.count_nonzero(~torch.isfinite(values), dim=1)
+            of_tokens.append(torch.stack((*self._sums(values, 1), num_bad.to(self.dtype)), dim=1))
+        sums = torch.zeros((len(spans) + 1, 3), dtype=self.dtype, device=flat.device)
+        return sums.index_add_(0, spans.of_tokens(flat.device), torch.cat(of_tokens))[:-1]
 
 
 class _Mix:

@@ -215,8 +215,6 @@ class PrecisionDebuggerConfig:
     stages: Annotated[list[StageName], Alias(None, [])] = field(default_factory=list)
     """Stages that are captured, of roles with `profiler.enable: true`; empty: all those that the backend can,
     rollout_generate with native alone."""
-    gather: bool = False
-    """Measure parameters and gradients whole, gathered from all ranks, instead of each rank's shard; native only."""
     strict: bool = False
     """End the run when a capture fails, instead of going on with what there is of it."""
 

@@ -36,18 +36,6 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             yield UserError(f"{SECTION}.config_path", reason, remedy)
         else:
             yield from msprobe_json.mistakes(settings.config_path)
-    if settings.gather:
-        whole = set(range(config.num_ranks))
-        partly = [role.key for role in users if not role.block.all_ranks and set(role.block.ranks) < whole]
-        if (
-            settings.backend != "native"
-            or config.actor_rollout_ref.actor.strategy != "fsdp2"
-            or len(whole) == 1
-            or partly
-        ):
-            reason = "true needs backend native, strategy fsdp2, several ranks, and all of them captured"
-            where = f" ({', '.join(partly)}.all_ranks)" if partly else ""
-            yield UserError(f"{SECTION}.gather", f"{reason}{where}.", "Set it to false.")
 
 
 def unusual(config: RunConfig) -> Iterator[str]:

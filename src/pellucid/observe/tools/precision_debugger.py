@@ -16,7 +16,7 @@ from pellucid.config.schema.msprobe_json import read_json
 from pellucid.observe.tools.base import Capture, KeptInPartError, ToolSettings
 from pellucid.precision.capture import NativeSession
 from pellucid.precision.dump import About, Pass
-from pellucid.precision.dump_files import write_about
+from pellucid.precision.dump_files import write_about, write_dump
 from pellucid.precision.msprobe import MsprobeSession
 from pellucid.precision.msprobe import check as check_msprobe
 from pellucid.precision.naming import class_name
@@ -33,9 +33,8 @@ class PrecisionDebuggerTool:
         self._level = self._options.level or (read_json(path).get("level") if path else None) or "L0"
         self._session: NativeSession | MsprobeSession | None = None
         self._about: About | None = None
-        if (
-            self._options.backend == "native"
-        ):  # what reads tensors is compiled once on a machine, and loaded once in a process
+        self._folder = Path()
+        if self._options.backend == "native":  # compiled once on a machine, and loaded once in a process
             Measurer(torch.device(settings.device)).warm_up((torch.float32, torch.bfloat16, torch.int64, torch.bool))
 
     @classmethod
@@ -80,14 +79,9 @@ class PrecisionDebuggerTool:
                 list(capture.models), folder, config_path=config_path, level=self._level, rank=capture.rank
             )
         else:
-            session = NativeSession(
-                capture.models,
-                folder / f"step{number}" / f"rank{capture.rank}",
-                about,
-                modules=self._level != "L1",
-                operators=self._level != "L0",
-                gather=self._options.gather,
-            )
+            modules, operators = self._level != "L1", self._level != "L0"
+            session = NativeSession(capture.models, about, modules=modules, operators=operators)
+            self._folder = folder / f"step{number}" / f"rank{capture.rank}"
         session.begin()
         self._session = session
 
@@ -117,7 +111,10 @@ class PrecisionDebuggerTool:
         session, self._session, about, self._about = self._session, None, self._about, None
         assert session is not None and about is not None
         if isinstance(session, NativeSession):
-            return session.end()
+            files = write_dump(self._folder, session.end())
+            if session.error is not None:
+                raise KeptInPartError(session.error, files) from session.error
+            return files
         cause = sys.exception()
         about.duration_s = round(time.time() - about.started_at, 6)
         if cause is not None:
