@@ -2,13 +2,11 @@
 
 import csv
 import importlib
-import importlib.util
 import json
 import logging
 import subprocess
 import sys
 import threading
-import types
 
 import pytest
 import torch
@@ -18,14 +16,12 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import BackwardHook
 
-from pellucid.errors import MissingExtraError, UserError
-from pellucid.precision import msprobe
+from pellucid.errors import UserError
+
+pytest.importorskip("msprobe", reason="needs mindstudio-probe")
 from pellucid.precision.msprobe import MsprobeSession, check
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("msprobe") is None, reason="needs mindstudio-probe"),
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 TOKENS = torch.arange(12)[None]
 PLACES = (
     *(torch, torch.Tensor, functional, torch.linalg, torch._VF, torch.jit, torch.distributed, torch.distributed.Work),
@@ -56,7 +52,7 @@ def traces(model):
         (name, key): dict(value) if isinstance(value, dict) else value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in ("_parameters", "_buffers")
+        if key not in ("_parameters", "_buffers") and not key.endswith("hooks_with_kwargs")  # of hooks that are gone
     }
     hooks = {name: dict(vars(optimizer)[name]) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}
     compiler = importlib.import_module("torch._dynamo.convert_frame")
@@ -71,7 +67,8 @@ def forward_backward(model):
 def session(models, folder, *, level="L0", rank=0, **content):
     path = folder / "msprobe.json"
     path.write_text(json.dumps(content))
-    return MsprobeSession(models, folder / "stage", config_path=path, level=level, rank=rank)
+    call = len(list((folder / "stage").glob("step*"))) if (folder / "stage").is_dir() else 0
+    return MsprobeSession(models, folder / "stage", config_path=path, level=level, call=call, rank=rank)
 
 
 def entries_of(ended):
@@ -154,15 +151,6 @@ def test_a_stage_that_raises_leaves_what_it_did_and_no_trace(model, tmp_path):
     assert "Module.lm_head.Linear.backward.0" in capture([model], tmp_path)
 
 
-def test_an_operator_that_raises_does_not_end_the_recording(model, tmp_path):
-    def run(_):
-        with pytest.raises(RuntimeError):
-            functional.linear(torch.ones(2, 3), torch.ones(2, 2))
-        functional.softplus(torch.ones(2))
-
-    assert "Functional.softplus.0.forward" in capture([model], tmp_path, run, level="L1", risk_level="ALL")
-
-
 def test_other_threads_are_not_recorded(model, tmp_path):
     def run(_):
         thread = threading.Thread(target=lambda: functional.softplus(model.model.norm(torch.ones(2, 32))))
@@ -217,21 +205,10 @@ def test_what_outlives_the_stage_is_of_no_capture(model, tmp_path, caplog):
     assert "msprobe" not in caplog.text
 
 
-def test_neither_verl_nor_megatron_makes_a_difference(model, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
-    package = tmp_path / "megatron" / "core"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    entries = capture([model], tmp_path, level="mix")
-    assert {"Module.model.embed_tokens.Embedding.forward.0", "Module.lm_head.Linear.forward.0"} <= entries.keys()
-    assert "verl" in sys.modules and "megatron" not in sys.modules
-
-
 def test_one_session_at_a_time(model, tmp_path):
     first = session([model], tmp_path)
     first.begin()
-    with pytest.raises(RuntimeError, match="another's capture is open"):
+    with pytest.raises(RuntimeError, match="in use in this process already"):
         session([model], tmp_path).begin()
     first.end()
     assert capture([model], tmp_path)
@@ -243,17 +220,6 @@ def test_a_session_that_cannot_begin_leaves_no_trace(model, tmp_path):
         session([model], tmp_path, level="mix").begin()
     (tmp_path / "stage").unlink()
     assert capture([model], tmp_path)
-
-
-@pytest.mark.parametrize("name", ["with blank", "key=1,2+é"])
-def test_any_folder_will_do(name, model, tmp_path):
-    (tmp_path / name).mkdir()
-    assert capture([model], tmp_path / name)
-
-
-def test_importing_msprobe_does_not_look_like_tensorflow(model, tmp_path):
-    capture([model], tmp_path)
-    assert "tensorflow" not in sys.modules
 
 
 @pytest.mark.slow
@@ -299,26 +265,6 @@ def test_check_says_what_msprobe_does_not_take(content, said, tmp_path):
 def test_check_says_that_there_is_no_config(tmp_path):
     with pytest.raises(UserError, match=r"gone\.json"):
         check(tmp_path / "gone.json", None)
-
-
-@pytest.mark.parametrize("found", ["26.1.0.post1", "8.3.3"])
-def test_an_old_release_is_refused(found, monkeypatch):
-    monkeypatch.setattr(msprobe, "version", lambda _: found)
-    with pytest.raises(UserError, match=f"{found} is too old"):
-        msprobe._internals.__wrapped__()
-
-
-def test_a_release_without_the_parts_is_refused(monkeypatch):
-    register = importlib.import_module("msprobe.pytorch.dump.api_dump.api_register")
-    monkeypatch.delattr(register, "_api_types")
-    with pytest.raises(UserError, match="'_api_types' is missing"):
-        msprobe._internals.__wrapped__()
-
-
-def test_without_msprobe_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(msprobe, "_PACKAGE", "no-such-package")
-    with pytest.raises(MissingExtraError, match=r"pellucid\[msprobe\]"):
-        msprobe._internals.__wrapped__()
 
 
 def test_what_msprobe_warns_of_is_logged(model, tmp_path, caplog):

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "algo": {"config.schema"},
     "config": {"errors", "stages", "algo.catalog"},
     "observe": BASE | ROOMS | RUN,
-    "precision": {"errors", "stages", "types", "files", "config.schema", "observe.tools", "observe.manifest"},
+    "precision": {"errors", "stages", "types", "files", "config.schema"},
     "tasks": {"errors", "types"},
     "data": {"errors", "types", "plugins", "tasks", "config.schema"},
     "reward": BASE | {"tasks", "algo", "config.schema", "observe.spans"},

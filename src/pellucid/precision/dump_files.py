@@ -143,7 +143,8 @@ def read_dump(folder: Path) -> StageDump:
         UserError: the folder holds no capture, or a file is torn or is something else.
     """
     if not (folder / CAPTURE).is_file():
-        raise UserError(str(folder), f"holds no whole capture (no {CAPTURE}).", "Give the folder of a rank's capture.")
+        reason = f"holds no whole capture (no {CAPTURE})."
+        raise UserError(str(folder), reason, "Give the folder of a rank's capture.")
     parents = _read(folder / CONSTRUCT, _read_json) if (folder / CONSTRUCT).exists() else {}
     entries = _read(folder / DUMP, lambda path: [
         Entry(name, parents.get(name), {key: _read_node(node) for key, node in groups.items()})
@@ -234,7 +235,8 @@ def find_dumps(path: Path) -> list[DumpRef]:
         place = _PLACE.search(folder.as_posix())
         if place is not None and place[3] in order:
             replica, step, stage, call, rank = place.groups()
-            refs.append(DumpRef(int(step), stage, int(call), int(rank), None if replica is None else int(replica), folder))
+            of_replica = None if replica is None else int(replica)
+            refs.append(DumpRef(int(step), stage, int(call), int(rank), of_replica, folder))
     if not refs:
         raise UserError(
             str(path),

@@ -27,13 +27,13 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "neg
 _VIEWS = frozenset((
     "view", "view_as", "reshape", "reshape_as", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand",
     "expand_as", "flatten", "unflatten", "narrow", "split", "chunk", "unbind", "select", "detach", "detach_",
-    "broadcast_to", "movedim", "swapaxes", "swapdims", "size", "dim", "numel", "stride", "storage_offset", "is_floating_point", "is_complex",
-    "is_contiguous", "is_inference", "item", "tolist", "data_ptr", "get_device", "element_size", "untyped_storage",
-    "new_empty", "new_zeros", "empty", "empty_like", "zeros", "ones", "arange", "tensor", "as_tensor", "register_hook", "backward",
-    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_ones", "new_full", "new_tensor", "full",
-    "zero_",
-    "fill_", "copy_", "retain_grad", "requires_grad_", "equal", "allclose", "__len__", "__bool__", "__int__",
-    "__float__", "__index__", "__repr__", "__format__", "__hash__", "__reduce_ex__", "__deepcopy__",
+    "broadcast_to", "movedim", "swapaxes", "swapdims", "size", "dim", "numel", "stride", "storage_offset",
+    "is_floating_point", "is_complex", "is_contiguous", "is_inference", "item", "tolist", "data_ptr", "get_device",
+    "element_size", "untyped_storage", "new_empty", "new_zeros", "empty", "empty_like", "zeros", "ones", "arange",
+    "tensor", "as_tensor", "register_hook", "backward", "zeros_like", "ones_like", "full_like", "rand_like",
+    "randn_like", "new_ones", "new_full", "new_tensor", "full", "zero_", "fill_", "copy_", "retain_grad",
+    "requires_grad_", "equal", "allclose", "__len__", "__bool__", "__int__", "__float__", "__index__", "__repr__",
+    "__format__", "__hash__", "__reduce_ex__", "__deepcopy__",
 ))
 # fmt: on
 """Calls that compute no new numbers, or none that depend on their inputs, which may be memory that nothing was written

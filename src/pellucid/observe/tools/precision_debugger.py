@@ -4,21 +4,22 @@ A capture is a folder, `<save_path>/step_<N>/<stage>/step<k>/rank<R>`, for `pell
 and msprobe's own tools.
 """
 
+import importlib
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from pellucid.config.schema.msprobe_json import read_json
+from pellucid.errors import MissingExtraError
 from pellucid.observe.tools.base import Capture, KeptInPartError, ToolSettings
 from pellucid.precision.capture import NativeSession
 from pellucid.precision.dump import About, Pass
 from pellucid.precision.dump_files import write_about, write_dump
-from pellucid.precision.msprobe import MsprobeSession
-from pellucid.precision.msprobe import check as check_msprobe
 from pellucid.precision.naming import class_name
 from pellucid.precision.statistics import Measurer
 from pellucid.stages import TokenSpans
@@ -29,9 +30,9 @@ class PrecisionDebuggerTool:
 
     def __init__(self, settings: ToolSettings) -> None:
         self._options, self._device = settings.global_options.precision_debugger, settings.device
-        path = self._options.config_path
-        self._level = self._options.level or (read_json(path).get("level") if path else None) or "L0"
-        self._session: NativeSession | MsprobeSession | None = None
+        self._level = self._options.level or "L0"
+        self._session: Any = None
+        """A `NativeSession` or an `MsprobeSession`."""
         self._about: About | None = None
         self._folder = Path()
         if self._options.backend == "native":  # compiled once on a machine, and loaded once in a process
@@ -46,8 +47,7 @@ class PrecisionDebuggerTool:
         """
         options = settings.global_options.precision_debugger
         if options.backend == "msprobe":
-            assert options.config_path is not None
-            check_msprobe(options.config_path, options.level)
+            _msprobe().check(options.config_path, options.level)
 
     def warm_up(self, capture: Capture) -> None:
         """See `Tool.warm_up`; numbers need none."""
@@ -73,10 +73,9 @@ class PrecisionDebuggerTool:
             started_at=time.time(),
         )
         if self._options.backend == "msprobe":
-            assert self._options.config_path is not None
-            config_path = Path(self._options.config_path)
-            session = MsprobeSession(
-                list(capture.models), folder, config_path=config_path, level=self._level, rank=capture.rank
+            path = Path(str(self._options.config_path))
+            session = _msprobe().MsprobeSession(
+                list(capture.models), folder, config_path=path, level=self._level, call=number, rank=capture.rank
             )
         else:
             modules, operators = self._level != "L1", self._level != "L0"
@@ -126,3 +125,16 @@ class PrecisionDebuggerTool:
             written = [path for path in session.target.rglob("*") if path.is_file()]
             raise KeptInPartError(error, [*written, write_about(session.target, about)]) from error
         return [*files, write_about(session.target, about)]
+
+
+def _msprobe() -> ModuleType:
+    """Return the adapter to msprobe.
+
+    Raises:
+        MissingExtraError: the package is not installed, or has no longer what is used of it.
+    """
+    try:
+        return importlib.import_module("pellucid.precision.msprobe")
+    except ImportError as error:
+        field = "global_profiler.global_tool_config.precision_debugger.backend"
+        raise MissingExtraError(field, "mindstudio-probe", "msprobe") from error
