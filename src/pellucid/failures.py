@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,7 +67,6 @@ class Failure:
     role: str
     """Whose model ran: `actor` for rollouts, too."""
     quantity: str
-    rows: list[int]
     mini_batch: MiniBatch | None
     """The optimizer step, in an update."""
     version: int
@@ -105,23 +105,40 @@ def is_repeatable(quantity: str) -> bool:
 def save_failure(run: FailingRun, stage: Stage, step: int, given: Given, error: NonFiniteError) -> Path | None:
     """Save what the stage that `error` ended worked on; return the folder, or None where that cannot be written."""
     folder = run.run_dir.path / "failures" / f"step_{step:06d}"
-    try:
-        _save(run, stage, step, given, error, folder)
-    except (OSError, SafetensorError) as reason:  # the failure itself matters more
-        notice(f"what {stage} of step {step} worked on could not be saved in {folder} ({reason}).", style="red")
+    role: Any = ROLE_OF.get(stage, "actor").replace("rollout", "actor")
+    if not _saved(f"what {stage} of step {step} worked on", folder, lambda: _save(run, role, stage, step, given, error)):
         return None
+
+    def save_weights() -> None:
+        (folder / WEIGHTS).mkdir()
+        run.placement.roles.named(role).save(folder / WEIGHTS, ["model"])
+        if isinstance(given, GenerateCall):
+            run.save_files(folder / WEIGHTS)
+
+    if not _saved(f"the {role}'s weights", folder, save_weights):  # a replay starts from the model's own
+        shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
     return folder
 
 
 def save_finding(folder: Path, finding: Finding) -> None:
     """Save where it began beside the failure, as far as the disk has room."""
+    text = json.dumps(finding.as_json(), indent=2) + "\n"
+    _saved("the finding", folder, lambda: atomic_write(folder / FINDING, text))
+
+
+def _saved(what: str, folder: Path, save: Callable[[], None]) -> bool:
+    """Save something, as far as the disk has room and ranks are still there: the failure itself matters more."""
     try:
-        atomic_write(folder / FINDING, json.dumps(finding.as_json(), indent=2) + "\n")
-    except OSError as reason:
-        notice(f"the finding could not be saved in {folder} ({reason}).", style="red")
+        save()
+    # Ranks that were ended answer with what they were ended for.
+    except (OSError, SafetensorError, RankFailedError, NonFiniteError) as reason:
+        notice(f"{what} could not be saved in {folder} ({reason}).", style="red")
+        return False
+    return True
 
 
-def _save(run: FailingRun, stage: Stage, step: int, given: Given, error: NonFiniteError, folder: Path) -> None:
+def _save(run: FailingRun, role: str, stage: Stage, step: int, given: Given, error: NonFiniteError) -> None:
+    folder = run.run_dir.path / "failures" / f"step_{step:06d}"
     if folder.exists():  # of an earlier attempt at the step
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -131,7 +148,6 @@ def _save(run: FailingRun, stage: Stage, step: int, given: Given, error: NonFini
         write_rollouts(folder / ROLLOUTS, rollouts, scores, step, pieces=run.token_pieces)
     if isinstance(given, Samples):
         save_file({name: tensor.clone() for name, tensor in given.tensors().items()}, folder / TENSORS)
-    role = ROLE_OF.get(stage, "actor").replace("rollout", "actor")
     record: dict[str, Any] = {
         "stage": stage,
         "step": step,
@@ -149,24 +165,6 @@ def _save(run: FailingRun, stage: Stage, step: int, given: Given, error: NonFini
     if run.run_dir.config_yaml.exists():
         shutil.copyfile(run.run_dir.config_yaml, folder / CONFIG)
     atomic_write(folder / FAILURE, json.dumps(record, indent=2) + "\n")  # last: a folder without it holds no failure
-    _save_weights(run, role, folder / WEIGHTS, sampling=isinstance(given, GenerateCall))
-
-
-def _save_weights(run: FailingRun, role: Any, folder: Path, *, sampling: bool) -> None:
-    """Save the weights, as far as the ranks are still there and the disk has room: the failure itself matters more."""
-    try:
-        folder.mkdir()
-        run.placement.roles.named(role).save(folder, ["model"])
-        if sampling:
-            run.save_files(folder)
-    # Ranks that were ended answer with what they were ended for.
-    except (OSError, SafetensorError, RankFailedError, NonFiniteError) as error:
-        if folder.exists():
-            shutil.rmtree(folder)
-        notice(
-            f"the {role}'s weights could not be saved in {folder} ({error}); a replay starts from the model's own.",
-            style="red",
-        )
 
 
 def read_failure(folder: Path) -> Failure:
@@ -190,7 +188,6 @@ def read_failure(folder: Path) -> Failure:
             record["step"],
             record["role"],
             record["quantity"],
-            record["rows"],
             None if mini_batch is None else MiniBatch(**mini_batch),
             record["version"],
             _read_given(folder, record),
@@ -210,10 +207,9 @@ def _read_given(folder: Path, record: dict[str, Any]) -> Given:
     rollouts: list[Rollout] = []
     scores: list[Score] = []
     for row in read_rollouts(folder / ROLLOUTS):
-        own = Prompt(
-            row["uid"], row["prompt_ids"], row["prompt"], row["task"], row["answer"], record["messages"].get(row["uid"])
-        )
-        prompt, length = prompts_of.setdefault(own.uid, own), len(row["response_ids"])
+        uid, length = row["uid"], len(row["response_ids"])
+        own = Prompt(uid, row["prompt_ids"], row["prompt"], row["task"], row["answer"], record["messages"].get(uid))
+        prompt = prompts_of.setdefault(uid, own)
         rollouts.append(
             Rollout(
                 prompt,

@@ -162,7 +162,7 @@ def _read(path: Path, read: Callable[[Path], Any]) -> Any:
     """
     try:
         return read(path)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         reason = f"is torn, or no file of a capture ({type(error).__name__}: {error})."
         raise UserError(str(path), reason, "Capture the stage again, or give another folder.") from error
 

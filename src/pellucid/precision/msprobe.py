@@ -9,7 +9,7 @@ import atexit
 import logging
 import threading
 import types
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from msprobe.core.dump.data_dump.scope import ScopeFactory
 from msprobe.core.dump.hook_manager import BaseHookManager
 from msprobe.pytorch import PrecisionDebugger
 from msprobe.pytorch.dump.api_dump import api_register
+from msprobe.pytorch.dump.api_dump.hook_module import HOOKModule
 from msprobe.pytorch.dump.api_dump.script_wrapper import unpatch_dynamo_compile, unpatch_triton_jitfunction_run
 from msprobe.pytorch.dump.debugger.debugger_config import DebuggerConfig
 from msprobe.pytorch.dump.module_dump.module_processor import ModuleProcessor
@@ -39,6 +40,7 @@ log = logging.getLogger("pellucid.observe")
 _CONFIG_PATH = "global_profiler.global_tool_config.precision_debugger.config_path"
 _LOG_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.DEBUG, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 _Debugger: Any = PrecisionDebugger
+_Operator: Any = HOOKModule
 
 
 def _print_log(_logger: object, level: str, message: str, **_: object) -> None:
@@ -171,9 +173,11 @@ def _left_as_found(models: list[nn.Module], config: dict[str, Any]) -> Iterator[
     forwards = [vars(module).get("forward") for module in modules]
     hooks: list[MutableMapping[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooks += [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    call, _Operator._call_func = _Operator._call_func, _surviving(_Operator._call_func)
     try:
         yield
     finally:
+        _Operator._call_func = call
         unpatch_dynamo_compile()
         unpatch_triton_jitfunction_run()
         for place, before in functions:
@@ -208,6 +212,25 @@ def _places(config: dict[str, Any]) -> list[Any]:
 def _is_of_msprobe(value: object) -> bool:
     """Tell whether a function is defined in msprobe; names and modules of wrappers are those of what they wrap."""
     return type(value) is types.FunctionType and value.__globals__["__name__"].partition(".")[0] == "msprobe"
+
+
+def _surviving(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return msprobe's call of an operator, without its habit to record nothing more once one has raised.
+
+    A checkpointed layer's second pass ends in an exception as soon as it has what the backward pass asks for.
+    """
+    state: Any = BaseHookManager
+
+    def survive(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        thread = threading.get_ident()
+        depth, busy = state.inner_api_count[thread], state.inner_switch[thread]
+        try:
+            return call(module, *args, **kwargs)
+        except BaseException:
+            state.inner_api_count[thread], state.inner_switch[thread] = depth, busy
+            raise
+
+    return survive
 
 
 def _confine(manager: Any, thread: int) -> None:
