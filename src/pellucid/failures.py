@@ -1,6 +1,6 @@
 """What a stage leaves in `<run>/failures/step_N` when NaN or Inf ends it, for `pellucid precision replay`.
 
-    failure.json           stage, step, role, rows; what was to be sampled
+    failure.json           stage, step, mini-batch; what was to be sampled
     finding.json           where it began, with trainer.nan_sentinel
     rollouts.jsonl.zst     the samples
     batch.safetensors      their [B, …] tensors
@@ -60,20 +60,28 @@ Given = Samples | list[Rollout] | GenerateCall
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A stage that NaN or Inf ended, as it is on disk."""
+    """A stage that NaN or Inf ended."""
 
     stage: Stage
     step: int
-    role: str
-    """Whose model ran: `actor` for rollouts, too."""
     quantity: str
+    """What was not finite."""
     mini_batch: MiniBatch | None
     """The optimizer step, in an update."""
-    version: int
-    """Of the weights."""
-    given: Given
-    finding: str | None
-    """Its sentence, with the NaN sentinel."""
+    given: Given | None
+    """What the stage worked on; None where that is not known."""
+    version: int = 0
+    """Of the actor's weights, as they were saved."""
+    finding: str | None = None
+    """Where it began, with the NaN sentinel, as it was saved."""
+
+    @property
+    def role(self) -> str:
+        """Whose model ran: `actor` for rollouts, too."""
+        return ROLE_OF.get(self.stage, "actor").replace("rollout", "actor")
+
+    def __str__(self) -> str:
+        return f"{self.stage} of step {self.step}"
 
 
 class FailingRun(Protocol):
@@ -102,20 +110,19 @@ def is_repeatable(quantity: str) -> bool:
     return not quantity.endswith(UPDATED_WEIGHTS)
 
 
-def save_failure(run: FailingRun, stage: Stage, step: int, given: Given, error: NonFiniteError) -> Path | None:
-    """Save what the stage that `error` ended worked on; return the folder, or None where that cannot be written."""
-    folder = run.run_dir.path / "failures" / f"step_{step:06d}"
-    role: Any = ROLE_OF.get(stage, "actor").replace("rollout", "actor")
-    if not _saved(f"what {stage} of step {step} worked on", folder, lambda: _save(run, role, stage, step, given, error)):
+def save_failure(run: FailingRun, failure: Failure) -> Path | None:
+    """Save what the stage that failed worked on; return the folder, or None where that cannot be written."""
+    folder = run.run_dir.path / "failures" / f"step_{failure.step:06d}"
+    if failure.given is None or not _saved(f"what {failure} worked on", folder, lambda: _save(run, failure, folder)):
         return None
 
     def save_weights() -> None:
         (folder / WEIGHTS).mkdir()
-        run.placement.roles.named(role).save(folder / WEIGHTS, ["model"])
-        if isinstance(given, GenerateCall):
+        run.placement.roles.named(failure.role).save(folder / WEIGHTS, ["model"])
+        if isinstance(failure.given, GenerateCall):
             run.save_files(folder / WEIGHTS)
 
-    if not _saved(f"the {role}'s weights", folder, save_weights):  # a replay starts from the model's own
+    if not _saved(f"the {failure.role}'s weights", folder, save_weights):  # a replay starts from the model's own
         shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
     return folder
 
@@ -137,31 +144,29 @@ def _saved(what: str, folder: Path, save: Callable[[], None]) -> bool:
     return True
 
 
-def _save(run: FailingRun, role: str, stage: Stage, step: int, given: Given, error: NonFiniteError) -> None:
-    folder = run.run_dir.path / "failures" / f"step_{step:06d}"
+def _save(run: FailingRun, failure: Failure, folder: Path) -> None:
     if folder.exists():  # of an earlier attempt at the step
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
+    given, generate = failure.given, None
     rollouts = given.rollouts if isinstance(given, Samples) else given if isinstance(given, list) else []
     if rollouts:
         scores = given.scores if isinstance(given, Samples) else [Score(None)] * len(rollouts)
-        write_rollouts(folder / ROLLOUTS, rollouts, scores, step, pieces=run.token_pieces)
+        write_rollouts(folder / ROLLOUTS, rollouts, scores, failure.step, pieces=run.token_pieces)
     if isinstance(given, Samples):
         save_file({name: tensor.clone() for name, tensor in given.tensors().items()}, folder / TENSORS)
-    record: dict[str, Any] = {
-        "stage": stage,
-        "step": step,
-        "role": role,
-        "quantity": error.quantity,
-        "rows": error.rows,
-        "mini_batch": error.mini_batch and dataclasses.asdict(error.mini_batch),
-        "version": run.placement.roles.named("actor").version if role == "actor" else 0,
-        "messages": {one.prompt.uid: one.prompt.messages for one in rollouts if one.prompt.messages is not None},
-        "generate": None,
-    }
     if isinstance(given, GenerateCall):
         asked = [{"uid": prompt.uid, "token_ids": prompt.token_ids, "task": prompt.task} for prompt in given.prompts]
-        record["generate"] = {"prompts": asked, "params": dataclasses.asdict(given.params), "stream": given.stream}
+        generate = {"prompts": asked, "params": dataclasses.asdict(given.params), "stream": given.stream}
+    record: dict[str, Any] = {
+        "stage": failure.stage,
+        "step": failure.step,
+        "quantity": failure.quantity,
+        "mini_batch": failure.mini_batch and dataclasses.asdict(failure.mini_batch),
+        "version": run.placement.roles.named("actor").version if failure.role == "actor" else 0,
+        "messages": {one.prompt.uid: one.prompt.messages for one in rollouts if one.prompt.messages is not None},
+        "generate": generate,
+    }
     if run.run_dir.config_yaml.exists():
         shutil.copyfile(run.run_dir.config_yaml, folder / CONFIG)
     atomic_write(folder / FAILURE, json.dumps(record, indent=2) + "\n")  # last: a folder without it holds no failure
@@ -182,16 +187,15 @@ def read_failure(folder: Path) -> Failure:
         )
     try:
         record = json.loads(file.read_text())
-        mini_batch = record["mini_batch"]
+        mini_batch, finding = record["mini_batch"], folder / FINDING
         return Failure(
             Stage(record["stage"]),
             record["step"],
-            record["role"],
             record["quantity"],
             None if mini_batch is None else MiniBatch(**mini_batch),
-            record["version"],
             _read_given(folder, record),
-            json.loads((folder / FINDING).read_text())["sentence"] if (folder / FINDING).is_file() else None,
+            record["version"],
+            json.loads(finding.read_text())["sentence"] if finding.is_file() else None,
         )
     except (KeyError, TypeError, ValueError, OSError) as error:
         if isinstance(error, UserError):

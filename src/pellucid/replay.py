@@ -33,7 +33,7 @@ from pellucid.failures import (
 from pellucid.ranks.rank_failures import RankFailedError
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
 from pellucid.stages import ROLE_OF, Stage
-from pellucid.types import MiniBatch, Samples
+from pellucid.types import Samples
 
 if TYPE_CHECKING:
     from pellucid.precision.finding import Finding
@@ -55,82 +55,66 @@ def failure_kept(
         with contextlib.nullcontext() if sentinel is None else sentinel.watch(stage):
             yield
     except NonFiniteError as error:
-        if error.folder is None and not error.origin:  # not one of a stage within this one
-            error.folder = None if given is None else save_failure(run, stage, step, given, error)
-            finding = _locate(run, stage, step, given, error, on_done)
-            if finding is not None:
-                error.origin = finding.sentence()
-                if error.folder is not None:
-                    save_finding(error.folder, finding)
+        if error.folder is not None or error.origin:  # one of a stage within this one
+            raise
+        failure = Failure(stage, step, error.quantity, error.mini_batch, given)
+        error.folder = save_failure(run, failure)
+        finding = _locate(run, failure, on_done)
+        if finding is not None:
+            error.origin = finding.sentence()
+            if error.folder is not None:
+                save_finding(error.folder, finding)
         raise
 
 
-def _locate(
-    run: FailingRun,
-    stage: Stage,
-    step: int,
-    given: Given | None,
-    error: NonFiniteError,
-    on_done: Callable[[int], None],
-) -> Finding | None:
+def _locate(run: FailingRun, failure: Failure, on_done: Callable[[int], None]) -> Finding | None:
     """Return where a failure began, from a repetition with the run's own roles; None without the sentinel."""
     sentinel = run.placement.sentinel
     if sentinel is None:
         return None
-    engine = run.engine_of(stage)
     try:
-        if given is not None and is_repeatable(error.quantity):
-            again = stage_call(run.config, run.placement.roles, engine, stage, step, given, error.mini_batch)
-            sentinel.locate(stage)
-            with contextlib.suppress(NonFiniteError), sentinel.watch(stage):
+        if failure.given is not None and is_repeatable(failure.quantity):
+            again = stage_call(run.config, run.placement.roles, run.engine_of(failure.stage), failure)
+            sentinel.locate(failure.stage)
+            with contextlib.suppress(NonFiniteError), sentinel.watch(failure.stage):
                 again(lambda _: on_done(0))  # a sign of life; nothing is done twice
         finding = sentinel.take_finding()
     except RankFailedError as reason:
-        notice(f"{stage} of step {step} could not be repeated to find out where it goes wrong ({reason}).", style="red")
+        notice(f"{failure} could not be repeated to find out where it goes wrong ({reason}).", style="red")
         return None
-    return None if finding is None else _told(finding, stage, step, given, error.mini_batch)
+    return None if finding is None else _told(finding, failure)
 
 
-def _told(
-    finding: Finding, stage: Stage, step: int, given: Given | None, mini_batch: MiniBatch | None
-) -> Finding:
+def _told(finding: Finding, failure: Failure) -> Finding:
     """Return a finding that knows its stage, and, in a loss, the tensor of the batch that brought it in."""
     from pellucid.precision.finding import LOSS
 
-    finding.stage, finding.step = str(stage), step
-    if finding.place != LOSS or mini_batch is None or not isinstance(given, Samples):
+    finding.stage, finding.step, given = str(failure.stage), failure.step, failure.given
+    if finding.place != LOSS or failure.mini_batch is None or not isinstance(given, Samples):
         return finding
-    batch = given.select(mini_batch.rows)
+    batch = given.select(failure.mini_batch.rows)
     for name, tensor in batch.tensors().items():
-        bad = ~tensor.isfinite().reshape(len(tensor), -1).all(dim=1)
+        bad = (~tensor.isfinite()).flatten(1).any(dim=1) if tensor.dim() > 1 else ~tensor.isfinite()
         if bad.any():
             finding.cause = f"the batch's {name} are not finite"
-            finding.samples = [f"{batch.rollouts[row].prompt.uid} sample {batch.rollouts[row].sample}"
-                               for row in bad.nonzero()[:, 0].tolist()]  # fmt: skip
+            rollouts = [batch.rollouts[row] for row in bad.nonzero()[:, 0].tolist()]
+            finding.samples = [f"{rollout.prompt.uid} sample {rollout.sample}" for rollout in rollouts]
             break
     return finding
 
 
 def stage_call(
-    config: RunConfig,
-    roles: Roles,
-    engine: RolloutEngine | None,
-    stage: Stage,
-    step: int,
-    given: Given,
-    mini_batch: MiniBatch | None,
+    config: RunConfig, roles: Roles, engine: RolloutEngine | None, failure: Failure
 ) -> Callable[[Callable[[int], None]], object]:
-    """Return what runs a stage again; its argument is called with the number of samples just finished.
+    """Return what runs a stage that failed again; its argument is called with the number of samples just finished.
 
     Args:
         config: the run's.
         roles: those of the stage, of this process or proxies.
         engine: samples again where the stage does.
-        stage: which.
-        step: the step that it belongs to.
-        given: what it worked on.
-        mini_batch: the one that failed, in an update; those before it are in the weights.
+        failure: which stage, and what it worked on.
     """
+    stage, given, mini_batch = failure.stage, failure.given, failure.mini_batch
     if isinstance(given, GenerateCall):
         assert engine is not None
         return lambda on_done: sample_rollouts(
@@ -138,7 +122,7 @@ def stage_call(
         )
     role = roles.named(ROLE_OF[stage])
     if mini_batch is not None:
-        return lambda on_done: role.repeat_update(given, mini_batch, step=step)
+        return lambda on_done: role.repeat_update(given, mini_batch, step=failure.step)
     if stage is Stage.COMPUTE_RM_SCORE:
         return lambda on_done: role.score(given, on_done=on_done)
     if stage is Stage.COMPUTE_VALUES:
@@ -182,7 +166,7 @@ def replay(folder: Path, failure: Failure, device: str | None = None) -> tuple[F
         roles.mismatch.policy.load(folder / WEIGHTS)
     sentinel.locate(stage)
     with contextlib.suppress(NonFiniteError), sentinel.watch(stage):
-        stage_call(config, roles, engine, stage, step, failure.given, failure.mini_batch)(lambda _: None)
+        stage_call(config, roles, engine, failure)(lambda _: None)
     finding, dump, capture = sentinel.take_finding(), sentinel.dump, folder / CAPTURE
     if finding is None or dump is None:
         return finding, None
@@ -192,7 +176,7 @@ def replay(folder: Path, failure: Failure, device: str | None = None) -> tuple[F
     except OSError as reason:  # the finding matters more
         notice(f"no capture of it in {capture} ({reason})")
         capture = None
-    return _told(finding, stage, step, failure.given, failure.mini_batch), capture
+    return _told(finding, failure), capture
 
 
 def _make_roles(config: RunConfig, failure: Failure, weights: Path, device: str, probe: Any) -> Roles:

@@ -16,10 +16,8 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import BackwardHook
 
-from pellucid.errors import UserError
-
 pytest.importorskip("msprobe", reason="needs mindstudio-probe")
-from pellucid.precision.msprobe import MsprobeSession, check
+from pellucid.precision.msprobe import MsprobeSession
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 TOKENS = torch.arange(12)[None]
@@ -114,7 +112,7 @@ def test_a_capture_holds_modules_or_operators_with_the_right_numbers(level, mode
 
 
 def test_whole_tensors_are_kept(model, tmp_path):
-    opened = session([model], tmp_path, task="tensor", level=None)
+    opened = session([model], tmp_path, task="tensor")
     opened.begin()
     logits = model(input_ids=TOKENS).logits
     files = opened.end()
@@ -236,35 +234,6 @@ def test_msprobe_compares_two_captures(model, tmp_path):
     with table.open(newline="") as file:
         differing = [row["NPU Name"] for row in csv.DictReader(file) if row["L2norm diff"] not in ("0", "0.0", "None", "N/A")]
     assert differing[0] == "Module.model.layers.1.mlp.up_proj.Linear.forward.0.parameters.weight"
-
-
-def test_check_accepts_what_msprobe_takes(tmp_path):
-    path = tmp_path / "msprobe.json"
-    path.write_text(json.dumps({"task": "tensor", "statistics": {"list": ["a"]}, "tensor": {"data_mode": ["forward"]}}))
-    check(path, None)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({"level": "L9"}, "level is invalid"),
-        ({"statistics": {"data_mode": ["sideways"]}}, "'sideways' of data_mode"),
-        ({"statistics": {"summary_mode": "sha"}}, "summary_mode is not in"),
-        ({"task": "tensor", "async_dump": True}, "the parameters list cannot be empty"),
-        ({"statistics": {"scope": ["Module.a"]}}, "scope"),
-        ({"load": {"path": "x", "modules": []}}, "the run would train on that"),
-    ],
-)
-def test_check_says_what_msprobe_does_not_take(content, said, tmp_path):
-    path = tmp_path / "msprobe.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=said):
-        check(path, None)
-
-
-def test_check_says_that_there_is_no_config(tmp_path):
-    with pytest.raises(UserError, match=r"gone\.json"):
-        check(tmp_path / "gone.json", None)
 
 
 def test_what_msprobe_warns_of_is_logged(model, tmp_path, caplog):

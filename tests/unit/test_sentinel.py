@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import NonFiniteError
+from pellucid.failures import Failure
 from pellucid.precision.finding import HEAD as HEAD_PLACE
 from pellucid.precision.finding import LOSS, Finding
 from pellucid.precision.sentinel import Flags, Sentinel
@@ -353,7 +354,7 @@ def test_the_input_that_spoils_a_loss_is_named():
     assert error.quantity == "actor/loss" and error.rows == [1, 2]
     assert (error.mini_batch.rows, error.mini_batch.number) == ([1, 2], 1)
     finding = repeated(Action(one, lambda: step(error.mini_batch)))
-    told = _told(finding, Stage.ACTOR_UPDATE, 3, batch, error.mini_batch)
+    told = _told(finding, Failure(Stage.ACTOR_UPDATE, 3, error.quantity, error.mini_batch, batch))
     assert (told.place, told.cause, told.samples) == (LOSS, "the batch's advantages are not finite", ["q0 sample 2"])
 
 

@@ -195,11 +195,10 @@ def replay(
     from pellucid.replay import replay as run_again
 
     failure = read_failure(folder)
-    at = f"{failure.stage} of step {failure.step}"
     if not is_repeatable(failure.quantity):
         found = failure.finding or f"{failure.quantity} is not finite."
         console.print(
-            f"{at}: {found}\nthe optimizer step that made it cannot be repeated from what was saved: "
+            f"{failure}: {found}\nthe optimizer step that made it cannot be repeated from what was saved: "
             "neither the weights before it nor the optimizer's state are there",
             style="red", markup=False, emoji=False, soft_wrap=True,
         )  # fmt: skip
@@ -207,14 +206,14 @@ def replay(
     finding, capture = run_again(folder, failure, device)
     if finding is None:
         console.print(
-            f"{at} is finite this time, in one process on one device: what ended the run is computed outside of "
+            f"{failure} is finite this time, in one process on one device: what ended the run is computed outside of "
             "modules, or not reproducible from its batch and weights.",
             markup=False,
         )
         return
     there = "" if capture is None else f"\ncapture of that pass: {capture}"
     console.print(
-        f"found again in {at}: {finding.sentence()}{there}", style="red", markup=False, emoji=False, soft_wrap=True
+        f"found again in {failure}: {finding.sentence()}{there}", style="red", markup=False, emoji=False, soft_wrap=True
     )
     raise typer.Exit(1)
 

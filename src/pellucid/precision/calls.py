@@ -73,21 +73,20 @@ class Calls:
         self.names = [parse_name(entry.name) for entry in self.entries]
         self.index_of = {entry.name: index for index, entry in enumerate(self.entries)}
         self.parents = [self._parent(entry, name) for entry, name in zip(self.entries, self.names)]
-        self.passes = _Passes(self, dump).of_entries
-        self._events: list[Event] | None = None
+        self.passes = self._find_passes(dump)
+        self._events = self._in_order()
 
     def events(self) -> list[Event]:
         """Return the beginnings and ends of all calls in execution order."""
-        if self._events is None:
-            self._events = self._in_order()
         return self._events
 
     def _in_order(self) -> list[Event]:
         first, last, depth = list(range(len(self.entries))), list(range(len(self.entries))), [0] * len(self.entries)
-        for index in range(len(self.entries)):
-            for up in self._ancestors(index):
+        for index, up in enumerate(self.parents):
+            while up is not None:
                 first[up], last[up] = min(first[up], index), max(last[up], index)
                 depth[index] += 1
+                up = self.parents[up]
         order = [(first[index], 0, depth[index], index) for index in range(len(self.entries))]
         order += [(last[index], 1, -depth[index], index) for index in range(len(self.entries))]
         return [Event(index, bool(ends)) for _, ends, _, index in sorted(order)]
@@ -110,14 +109,6 @@ class Calls:
         if self.names[index].direction != PARAMETER_GRADIENTS:
             return None
         return self._twin(self.entries[index].name, BACKWARD)
-
-    def _ancestors(self, index: int) -> list[int]:
-        chain: list[int] = []
-        up = self.parents[index]
-        while up is not None and up not in chain and up != index:
-            chain.append(up)
-            up = self.parents[up]
-        return chain
 
     def _twin(self, entry: str, direction: str) -> int | None:
         """Return the same module's or operator's call of the same number in another direction."""
@@ -143,39 +134,29 @@ class Calls:
                 forward = self.index_of.get(outer)
         return self.index_of.get(entry.parent) if entry.parent is not None else None
 
+    def _find_passes(self, dump: StageDump) -> list[int]:
+        """Return the pass of each entry: by its sums over samples, else as the call round it, or its forward call.
 
-class _Passes:
-    """Finds the pass of each entry: by its sums over samples, else as the call round it, or its forward call."""
+        Operators outside of modules and optimizer steps belong to the pass before.
+        """
+        known: dict[int, int | None] = {}
+        for name, number in zip(dump.samples.names, dump.samples.pass_index.tolist()) if dump.samples else ():
+            known[self.index_of[name.partition("|")[0]]] = number
 
-    def __init__(self, calls: Calls, dump: StageDump) -> None:
-        self._calls = calls
-        samples = dump.samples
-        self._known: dict[int, int] = {}
-        for name, number in zip(samples.names, samples.pass_index.tolist()) if samples is not None else ():
-            if (index := calls.index_of.get(name.partition("|")[0])) is not None:
-                self._known[index] = number
-        self.of_entries: list[int] = []
-        latest = 0
-        for index in range(len(calls.entries)):
-            found = self._find(index)
+        def find(index: int) -> int | None:
+            if index not in known:
+                name, around = self.names[index], self.forward_of(index)
+                around = self.parents[index] if around is None else around
+                own = name.call if name.kind == MODULE and name.direction != OPTIMIZER else None
+                known[index] = own if around is None else find(around)
+            return known[index]
+
+        passes, latest = [], 0
+        for index in range(len(self.entries)):
+            found = find(index)
             latest = latest if found is None else found
-            self.of_entries.append(latest)
-
-    def _find(self, index: int) -> int | None:
-        """Return the pass; None for operators outside of modules and for optimizer steps: the pass before has them."""
-        if index in self._known:
-            return self._known[index]
-        calls, name = self._calls, self._calls.names[index]
-        found: int | None = None
-        if (forward := calls.forward_of(index)) is not None:
-            found = self._find(forward)
-        elif (parent := calls.parents[index]) is not None:
-            found = self._find(parent)
-        elif name.kind == MODULE and name.direction != OPTIMIZER:
-            found = name.call
-        if found is not None:
-            self._known[index] = found
-        return found
+            passes.append(latest)
+        return passes
 
 
 def pass_label(dump_passes: Sequence[str], index: int) -> str:

@@ -27,7 +27,8 @@ DUMP, CONSTRUCT, STACK = "dump.json", "construct.json", "stack.json"
 CAPTURE, SAMPLES = "capture.json", "samples.npz"
 
 _COUNTS = ("num_nan", "num_inf", "num_zero", "num_subnormal")
-_WHOLE_NUMBERS = ("torch.int", "torch.uint", "torch.bool")
+_SUMS = ("pass_index", "first", "sum", "square_sum", "num_bad")
+_FLOATING = ("torch.float", "torch.bfloat", "torch.complex")
 _PLACE = re.compile(r"(?:/rollout_replica(\d+))?/step_(\d+)/(\w+)/step(\d+)/rank(\d+)$")
 _BELOW = re.compile(r"(profile/)?(rollout_replica\d+/)?(step_\d+/)?(\w+/)?(step\d+/)?(rank\d+/)?" + CAPTURE)
 """Where captures lie below the folder of a rank, a call, a stage, a step, a replica, below `save_path` and a run."""
@@ -45,8 +46,7 @@ def write_dump(folder: Path, dump: StageDump) -> list[Path]:
     Raises:
         OSError: the disk is full, or the folder cannot be written to.
     """
-    positions = {entry.name: index for index, entry in enumerate(dump.entries)}
-    assert len(positions) == len(dump.entries), "two entries have one name"
+    assert len({entry.name for entry in dump.entries}) == len(dump.entries), "two entries have one name"
     for name in (CAPTURE, SAMPLES):
         (folder / name).unlink(missing_ok=True)
     atomic_write(folder / DUMP, _dump_text(dump))
@@ -57,7 +57,9 @@ def write_dump(folder: Path, dump: StageDump) -> list[Path]:
     files = [folder / DUMP, folder / CONSTRUCT, folder / STACK]
     if dump.samples is not None:
         with atomic_open(folder / SAMPLES) as handle:
-            np.savez(handle, allow_pickle=False, **_sum_arrays(dump.samples, positions))
+            names = np.frombuffer("\n".join(dump.samples.names).encode(), np.uint8)
+            arrays = {name: getattr(dump.samples, name) for name in _SUMS}
+            np.savez_compressed(handle, allow_pickle=False, names=names, **arrays)
         files.append(folder / SAMPLES)
     return [*files, write_about(folder, dump.about)]
 
@@ -99,38 +101,14 @@ def _written(node: Any) -> Any:
 
 
 def _written_tensor(stats: TensorStats) -> dict[str, Any]:
-    leaf: dict[str, Any] = {"type": "torch.Tensor", "dtype": stats.dtype, "shape": stats.shape}
-    leaf |= {"Max": stats.max, "Min": stats.min, "Mean": stats.mean, "Norm": stats.norm}
-    whole = stats.dtype.startswith(_WHOLE_NUMBERS)
-    if whole or 0 in stats.shape:  # NaN is a value only of floats
-        leaf |= {name: None for name in ("Max", "Min", "Mean", "Norm") if math.isnan(leaf[name])}
-    if whole:
-        kind = bool if stats.dtype == "torch.bool" else int
-        leaf |= {name: kind(leaf[name]) for name in ("Max", "Min") if leaf[name] is not None}
-    leaf["requires_grad"] = stats.requires_grad
-    unsaid = None if stats.checksum is None else 0  # where elements are counted, most counts are 0
-    counts = (stats.num_nan, stats.num_inf, stats.num_zero, stats.num_subnormal)
-    leaf |= {name: count for name, count in zip(_COUNTS, counts) if count != unsaid}
-    leaf |= {name: value for name in ("checksum", "shard") if (value := getattr(stats, name)) is not None}
-    return leaf
-
-
-def _sum_arrays(sums: SampleSums, positions: dict[str, int]) -> dict[str, np.ndarray]:
-    """Return the arrays of `samples.npz`: a name as the position of its entry and the number of its path."""
-    split = [name.rpartition("|") for name in sums.names]
-    paths = {path: number for number, path in enumerate(dict.fromkeys(path for _, _, path in split))}
-    bad = np.flatnonzero(sums.num_bad)
-    return {
-        "entry": np.array([positions[entry] for entry, _, _ in split], np.int32),
-        "path": np.array([paths[path] for _, _, path in split], np.int32),
-        "paths": np.array(list(paths), np.str_),
-        "pass_index": sums.pass_index,
-        "first": sums.first,
-        "sum": sums.sum,
-        "square_sum": sums.square_sum,
-        "bad": bad,
-        "num_bad": sums.num_bad[bad],
-    }
+    numbers = {"Max": stats.max, "Min": stats.min, "Mean": stats.mean, "Norm": stats.norm}
+    if 0 in stats.shape or not stats.dtype.startswith(_FLOATING):  # NaN is a value only of floats
+        numbers = {name: None if math.isnan(number) else number for name, number in numbers.items()}
+    # Where elements are counted, most counts are 0.
+    unsaid = {**dict.fromkeys(_COUNTS, None if stats.checksum is None else 0), "checksum": None, "shard": None}
+    said = {name: value for name, none in unsaid.items() if (value := getattr(stats, name)) != none}
+    leaf = {"type": "torch.Tensor", "dtype": stats.dtype, "shape": stats.shape, **numbers}
+    return {**leaf, "requires_grad": stats.requires_grad, **said}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -150,7 +128,7 @@ def read_dump(folder: Path) -> StageDump:
         Entry(name, parents.get(name), {key: _read_node(node) for key, node in groups.items()})
         for name, groups in _read_json(path)["data"].items()
     ])  # fmt: skip
-    samples = _read(folder / SAMPLES, lambda path: _read_sums(path, entries)) if (folder / SAMPLES).exists() else None
+    samples = _read(folder / SAMPLES, _read_sums) if (folder / SAMPLES).exists() else None
     return StageDump(_read(folder / CAPTURE, lambda path: _about_from(_read_json(path))), entries, samples, folder)
 
 
@@ -211,13 +189,10 @@ def _about_from(content: dict[str, Any]) -> About:
     return About(**content, passes=passes)
 
 
-def _read_sums(path: Path, entries: list[Entry]) -> SampleSums:
+def _read_sums(path: Path) -> SampleSums:
     with np.load(path, allow_pickle=False) as arrays:
-        num_bad = np.zeros(len(arrays["sum"]), np.int64)
-        num_bad[arrays["bad"]] = arrays["num_bad"]
-        paths = arrays["paths"].tolist()
-        names = [f"{entries[index].name}|{paths[number]}" for index, number in zip(arrays["entry"], arrays["path"])]
-        return SampleSums(names, arrays["pass_index"], arrays["first"], arrays["sum"], arrays["square_sum"], num_bad)
+        names = bytes(arrays["names"]).decode().split("\n")
+        return SampleSums(names, *(arrays[name] for name in _SUMS))
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------

@@ -17,27 +17,19 @@ from typing import Any
 import torch
 from msprobe.core.common.exceptions import CodedException
 from msprobe.core.common.log import BaseLogger
-from msprobe.core.dump.common_config import CommonConfig
-from msprobe.core.dump.data_dump.scope import ScopeFactory
 from msprobe.core.dump.hook_manager import BaseHookManager
 from msprobe.pytorch import PrecisionDebugger
 from msprobe.pytorch.dump.api_dump import api_register
 from msprobe.pytorch.dump.api_dump.hook_module import HOOKModule
 from msprobe.pytorch.dump.api_dump.script_wrapper import unpatch_dynamo_compile, unpatch_triton_jitfunction_run
-from msprobe.pytorch.dump.debugger.debugger_config import DebuggerConfig
 from msprobe.pytorch.dump.module_dump.module_processor import ModuleProcessor
-from msprobe.pytorch.dump.pt_config import parse_task_config
 from torch import nn
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import BackwardHook
 
-from pellucid.config.schema.msprobe_json import read_json
-from pellucid.errors import UserError
-
 log = logging.getLogger("pellucid.observe")
 
-_CONFIG_PATH = "global_profiler.global_tool_config.precision_debugger.config_path"
 _LOG_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.DEBUG, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 _Debugger: Any = PrecisionDebugger
 _Operator: Any = HOOKModule
@@ -51,31 +43,6 @@ def _print_log(_logger: object, level: str, message: str, **_: object) -> None:
 BaseLogger._print_log = _print_log
 
 
-def check(config_path: str | Path, level: str | None) -> None:
-    """Find out, before any model is loaded, what msprobe makes of its config.
-
-    The form of the file, and what is the run's to decide, the rules on the run's config have judged already.
-
-    Args:
-        config_path: msprobe's JSON config.
-        level: L0, L1 or mix; None: the file's, else L0.
-
-    Raises:
-        UserError: the file cannot be read, or msprobe refuses what it says.
-    """
-    content = read_json(config_path)
-    if "load" in content:
-        reason = f"'{config_path}' has 'load', which replaces what modules are given; the run would train on that."
-        raise UserError(_CONFIG_PATH, reason, "Remove 'load' from it.")
-    task, level = content.get("task") or "statistics", level or content.get("level") or "L0"
-    try:
-        with _explained():
-            common, of_task = CommonConfig(content), parse_task_config(task, content)
-            ScopeFactory(DebuggerConfig(common, of_task, task, "set by the run", level)).build_scope()
-    except RuntimeError as error:
-        raise UserError(_CONFIG_PATH, f"msprobe refuses '{config_path}': {error}", "Mend the file.") from error
-
-
 class MsprobeSession:
     """One capture of one stage, by msprobe. Only one is open at a time in a process, and of its thread alone.
 
@@ -86,19 +53,17 @@ class MsprobeSession:
         models: the modules that the stage runs, every chunk; several are told apart by their number in the entries'
             names.
         folder: where the files go, in `step<call>/rank<rank>`.
-        config_path: msprobe's JSON config, as `check` has seen it.
-        level: L0 modules, L1 operators, mix both; None: the file's, else L0.
+        config_path: msprobe's JSON config.
+        level: L0 modules, L1 operators, mix both.
         call: which capture of the stage it is.
         rank: this process's.
     """
 
     def __init__(
-        self, models: list[nn.Module], folder: Path, *, config_path: Path, level: str | None, call: int, rank: int
+        self, models: list[nn.Module], folder: Path, *, config_path: Path, level: str, call: int, rank: int
     ) -> None:
-        self._models, self._folder, self._call, self._rank = models, folder, call, rank
-        self._config_path, self._config = config_path, read_json(config_path)
-        self.level = level or self._config.get("level") or "L0"
-        """L0, L1 or mix."""
+        self._models, self._folder, self._config_path, self._level = models, folder, config_path, level
+        self._call, self._rank = call, rank
         self.target = folder / f"step{call}" / f"rank{rank}"
         """Folder of the files."""
         self._undo = ExitStack()
@@ -113,12 +78,10 @@ class MsprobeSession:
         if _Debugger._instance is not None:
             raise RuntimeError("msprobe's PrecisionDebugger is in use in this process already")
         with ExitStack() as undo:
-            undo.enter_context(_left_as_found(self._models, self._config))
+            undo.enter_context(_left_as_found(self._models))
             undo.callback(setattr, _Debugger, "_instance", None)
             with _explained():
-                debugger = _Debugger(
-                    config_path=str(self._config_path), dump_path=str(self._folder), level=self.level
-                )
+                debugger = _Debugger(str(self._config_path), dump_path=str(self._folder), level=self._level)
                 undo.callback(_retire, debugger.service)
                 _confine(debugger.service.hook_manager, threading.get_ident())
                 debugger.set_init_step(self._call)
@@ -166,10 +129,10 @@ def _explained() -> Iterator[None]:
 
 
 @contextmanager
-def _left_as_found(models: list[nn.Module], config: dict[str, Any]) -> Iterator[None]:
+def _left_as_found(models: list[nn.Module]) -> Iterator[None]:
     """Take back at exit what msprobe replaces and adds: functions of torch, hooks and attributes of modules."""
     modules = {id(module): module for model in models for module in model.modules()}.values()
-    functions = [(place, dict(vars(place))) for place in _places(config)]
+    functions = [(place, dict(vars(place))) for place in _places()]
     forwards = [vars(module).get("forward") for module in modules]
     hooks: list[MutableMapping[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooks += [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
@@ -198,14 +161,12 @@ def _left_as_found(models: list[nn.Module], config: dict[str, Any]) -> Iterator[
                 attributes |= {} if forward is None else {"forward": forward}
 
 
-def _places(config: dict[str, Any]) -> list[Any]:
+def _places() -> list[Any]:
     """Return the modules and classes in which msprobe replaces functions."""
-    places = [torch.linalg, torch.jit, nn.utils, BackwardHook, BackwardHookFunction]
-    if torch.distributed.is_available():
-        places.append(torch.distributed.Work)
+    places = [torch.linalg, torch.jit, nn.utils, BackwardHook, BackwardHookFunction, torch.ops._C_ascend]
+    places += [torch.distributed.Work] if torch.distributed.is_available() else []
     groups = api_register._api_types["pytorch"].values()
     places += [place for read_and_replaced in groups for side in read_and_replaced for place in side]
-    places += [getattr(torch.ops, name) for name in config.get("custom_op_namespaces") or ["_C_ascend"]]
     return list({id(place): place for place in places}.values())
 
 

@@ -43,11 +43,10 @@ class PrecisionDebuggerTool:
         """See `Tool.check`.
 
         Raises:
-            UserError: msprobe is asked for and does not work here, or its config does not.
+            MissingExtraError: msprobe is asked for and not installed.
         """
-        options = settings.global_options.precision_debugger
-        if options.backend == "msprobe":
-            _msprobe().check(options.config_path, options.level)
+        if settings.global_options.precision_debugger.backend == "msprobe":
+            _msprobe()
 
     def warm_up(self, capture: Capture) -> None:
         """See `Tool.warm_up`; numbers need none."""
