@@ -322,5 +322,3 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pellucid.precision.statistics.find_spec", lambda name: None)
     assert Measurer(CPU).kernel == "torch"
-    with pytest.raises(ValueError, match=r"pellucid\[precision\]"):
-        Measurer(CPU, "numba")

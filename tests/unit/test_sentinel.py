@@ -306,6 +306,18 @@ def test_a_gradient_in_a_module_is_named(checkpointing):
     assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters()))
 
 
+def test_a_gradient_that_spoils_weights_first_is_named_with_its_sample():
+    one = engine()
+
+    def spoil(module, args, output):
+        output.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([5]), math.nan))
+
+    one.model.model.layers[1].self_attn.k_proj.register_forward_hook(spoil)
+    finding = found(update(one))
+    assert (finding.place, finding.direction) == ("model.layers.1.self_attn.k_proj", "backward")
+    assert finding.samples == ["q0 sample 0 (response)"]
+
+
 def test_a_gradient_norm_that_alone_overflows_is_in_no_module():
     finding = found(update(engine(), lambda rows, scores: scores.logp.sum() * 1e36))
     assert not finding.reproduced and "computed outside of modules overflows" in finding.cause

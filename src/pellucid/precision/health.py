@@ -5,10 +5,10 @@ A tensor that holds NaN or Inf counts as infinitely wrong, and the rest is as in
 
 import numpy as np
 
-from pellucid.precision.calls import Calls, pass_label
+from pellucid.precision.calls import BACKWARD, PARAMETER_GRADIENTS, Calls, pass_label
 from pellucid.precision.capture_table import SAME, is_float, statistics_table, values
 from pellucid.precision.compare import Samples, StageComparison, call_errors, fill
-from pellucid.precision.divergence import Divergence, Limits, Measured, part_of
+from pellucid.precision.divergence import Divergence, Kind, Limits, Measured, part_of
 from pellucid.precision.dump import StageDump
 from pellucid.precision.matching import Place
 
@@ -52,6 +52,8 @@ def check_dump(dump: StageDump, place: Place, *, limit: int = 20) -> StageCompar
 def _bad_samples(dump: StageDump, divergence: Divergence) -> Samples | None:
     """Return the samples with NaN or Inf in the tensor in which they first are."""
     sums, key = dump.samples, f"{divergence.entry}|{divergence.path}"
+    if divergence.kind is Kind.PARAMETER_GRADIENT:  # which is a sum over samples; what the module sends back is not
+        key = f"{divergence.entry.replace(f'.{PARAMETER_GRADIENTS}.', f'.{BACKWARD}.')}|output.0"
     if sums is None or key not in sums.names:
         return None
     row = sums.names.index(key)

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,20 +55,10 @@ class Flags:
         if len(self._kept) > MAX_KEPT:
             self.first()
 
-    def hook(self, place: str, kind: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Return a forward hook that flags what a module returns."""
-
-        def flag(module: nn.Module, args: Any, output: Any) -> None:
-            self.add(place, kind, output)
-
-        return flag
-
     def add(self, place: str, kind: str, output: Any) -> None:
         """Flag the tensors of a module's result without waiting for them."""
-        if isinstance(output, Mapping):
-            output = tuple(output.values())
-        if isinstance(output, tuple | list):
-            for value in output:
+        if isinstance(output, Mapping | tuple | list):
+            for value in output.values() if isinstance(output, Mapping) else output:
                 self.add(place, kind, value)
             return
         if not isinstance(output, torch.Tensor) or not output.is_floating_point() or not output.numel():
@@ -133,8 +124,12 @@ class Sentinel:
             return
         failure: NonFiniteError | None = None
         flags, before = Flags(), self._flags
+
+        def hook(place: str, module: nn.Module, args: Any, output: Any) -> None:
+            flags.add(place, class_name(module), output)
+
         handles = [
-            module.register_forward_hook(flags.hook(path or "the model", class_name(module)))
+            module.register_forward_hook(partial(hook, path or "the model"))
             for model in models
             for path, module in flagged_modules(model, samples=_model_stage(stage) is Stage.ROLLOUT_GENERATE)
         ]
@@ -294,12 +289,9 @@ def flagged_modules(model: Any, *, samples: bool) -> Iterator[tuple[str, nn.Modu
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     chosen = {model.get_decoder(), *layers[:: math.ceil(len(layers) / MAX_LAYERS) or 1]}
     for path, module in plain_modules(model):
-        if samples:
-            is_flagged = module in chosen
-        elif isinstance(module, nn.Linear):
-            is_flagged = module.out_features <= hidden_size
+        if isinstance(module, nn.Linear):
+            shows = module.out_features <= hidden_size
         else:
-            parts = (*module.children(), *module.parameters(recurse=False))
-            is_flagged = bool(parts)
-        if is_flagged:
+            shows = bool([*module.children(), *module.parameters(recurse=False)])
+        if module in chosen if samples else shows:
             yield path, module

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pellucid.errors import MissingExtraError
-
 Kernel = Literal["numba", "torch"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,9 +100,6 @@ class Measurer:
     Args:
         device: where all tensors lie.
         kernel: what measures; None is numba on CPU where it is installed, else PyTorch.
-
-    Raises:
-        MissingExtraError: if numba is asked for and missing.
     """
 
     def __init__(self, device: torch.device, kernel: Kernel | None = None) -> None:
@@ -203,8 +198,6 @@ class _NumbaKernel:
     dtype = torch.float64
 
     def __init__(self) -> None:
-        if find_spec("numba") is None:
-            raise MissingExtraError("precision_debugger", "numba", "precision")
         from pellucid.precision.kernels import measure
 
         self._measure = measure
