@@ -141,7 +141,7 @@ class Calls:
         """
         known: dict[int, int | None] = {}
         for name, number in zip(dump.samples.names, dump.samples.pass_index.tolist()) if dump.samples else ():
-            known[self.index_of[name.partition("|")[0]]] = number
+            known[self.index_of.get(name.partition("|")[0], -1)] = number
 
         def find(index: int) -> int | None:
             if index not in known:

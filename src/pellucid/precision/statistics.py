@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -105,10 +105,11 @@ class Measurer:
     def __init__(self, device: torch.device, kernel: Kernel | None = None) -> None:
         self.kernel: Kernel = kernel or ("numba" if device.type == "cpu" and find_spec("numba") else "torch")
         self._device = device
-        self._reductions = _NumbaKernel() if self.kernel == "numba" else _TorchReductions(device)
-        self._floats: list[Tensor] = []
-        self._counts: list[Tensor] = []
-        self._spans: dict[int, Tensor] = {}
+        self._reductions: Any = _NumbaKernel() if self.kernel == "numba" else _TorchReductions(device)
+        self._floats: list[Any] = []
+        """[rows, 4] and, below, int64[rows, 5] of tensors with elements; numpy's or on the device."""
+        self._counts: list[Any] = []
+        self._spans: dict[int, Any] = {}
         self._num_elements: list[int] = []
         self._num_bytes: list[int] = []
 
@@ -133,17 +134,15 @@ class Measurer:
         if flat.storage_offset() * flat.element_size() % 8 or flat.stride(0) != 1:
             flat = flat.clone().as_strided(flat.shape, (1,))
         bounds = np.zeros((0, 2), np.int64) if spans is None else spans.elements(len(flat))
-        row, dtype = len(self._num_elements), self._reductions.dtype
-        if row % _ROWS == 0:
-            self._floats.append(torch.zeros((_ROWS, 4), dtype=dtype, device=self._device))
-            self._counts.append(torch.zeros((_ROWS, 5), dtype=torch.int64, device=self._device))
-        if spans is not None:
-            self._spans[row] = torch.zeros((len(spans), 3), dtype=dtype, device=self._device)
+        row, join, sums = len(self._num_elements), self._reductions.join, self._reductions.zeros(len(bounds))
         if len(flat):
             floats, counts, sums = self._reductions.reduce(flat, spans, bounds)
-            self._floats[-1][row % _ROWS], self._counts[-1][row % _ROWS] = floats, counts
-            if spans is not None:
-                self._spans[row] = sums
+            self._floats.append(floats)
+            self._counts.append(counts)
+            if len(self._floats) == _ROWS:  # many small tensors take much memory of a device
+                self._floats, self._counts = [join(self._floats)], [join(self._counts)]
+        if spans is not None:
+            self._spans[row] = sums
         self._num_elements.append(len(flat))
         self._num_bytes.append(flat.nbytes)
         return row
@@ -156,24 +155,20 @@ class Measurer:
 
     def fetch(self) -> Rows:
         """Return the statistics of all tensors measured so far."""
-        elements = np.array(self._num_elements, dtype=np.int64)
-        if not len(elements):
-            return Rows(np.zeros((0, 4)), np.zeros((0, 5), np.int64), {})
-        floats = torch.cat(self._floats)[: len(elements)].double().cpu().numpy() + 0.0  # no -0.0
-        counts = torch.cat(self._counts)[: len(elements)].cpu().numpy()
+        elements, host = np.array(self._num_elements, dtype=np.int64), self._reductions.host
+        floats, counts = np.full((len(elements), 4), np.nan), np.zeros((len(elements), 5), dtype=np.int64)
+        if there := elements.nonzero()[0].tolist():
+            floats[there] = host(self._floats) + 0.0  # no -0.0
+            counts[there] = host(self._counts)
         floats[:, 2] /= np.maximum(elements, 1)
         floats[:, 3] = np.sqrt(floats[:, 3])
-        floats[(counts[:, 0] > 0) | (elements == 0)] = np.nan
+        floats[counts[:, 0] > 0] = np.nan
         counts[:, 4] += self._num_bytes
         if not self._spans:
             return Rows(floats, counts, {})
-        sums = torch.cat(list(self._spans.values())).double().cpu().numpy()
         ends = np.cumsum([len(each) for each in self._spans.values()])
-        return Rows(floats, counts, dict(zip(self._spans, np.split(sums, ends[:-1]))))
-
-
-_Reduced = tuple[Tensor, Tensor, Tensor]
-"""[4] minimum, maximum, Σx, Σx²; int64[5] NaN, Inf, zero, subnormal, checksum without the length; [S, 3] of spans."""
+        sums = np.split(host(list(self._spans.values())).astype(np.float64), ends[:-1])
+        return Rows(floats, counts, dict(zip(self._spans, sums)))
 
 
 @cache
@@ -193,9 +188,9 @@ def _limits(dtype: torch.dtype, wide: torch.dtype) -> tuple[int, int]:
 
 
 class _NumbaKernel:
-    """The numba kernel; as many threads as PyTorch uses share a large tensor's chunks."""
+    """The numba kernel; as many threads as PyTorch uses share a large tensor's chunks. Results are numpy's."""
 
-    dtype = torch.float64
+    join = host = staticmethod(np.concatenate)
 
     def __init__(self) -> None:
         from pellucid.precision.kernels import measure
@@ -204,8 +199,15 @@ class _NumbaKernel:
         self._weights = _Mix(torch.device("cpu")).weights.numpy().view(np.uint64)
         self._pool: ThreadPoolExecutor | None = None
 
-    def reduce(self, flat: Tensor, spans: Spans | None, bounds: np.ndarray) -> _Reduced:
-        """Return the statistics of a tensor with elements."""
+    @staticmethod
+    def zeros(num_spans: int) -> np.ndarray:
+        """Return the sums of spans without elements."""
+        return np.zeros((num_spans, 3))
+
+    def reduce(self, flat: Tensor, spans: Spans | None, bounds: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return [1, 4] minimum, maximum, Σx, Σx²; int64[1, 5] NaN, Inf, zero, subnormal, checksum without the length;
+        [S, 3] Σx, Σx², NaN and Inf of spans.
+        """
         # Not `numpy()`, after which PyTorch never lets a storage be resized again: FSDP frees gathered weights that
         # way. What numpy lacks a dtype for is read as integers.
         foreign = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}.get(flat.dtype)
@@ -234,26 +236,40 @@ class _NumbaKernel:
         else:
             for chunk in range(num_chunks):
                 run(chunk)
-        whole = np.array([floats[:, 0].min(), floats[:, 1].max(), *floats[:, 2:].sum(0)])
-        return torch.from_numpy(whole), torch.from_numpy(counts.sum(0)), torch.from_numpy(sums.sum(0))
+        if num_chunks == 1:
+            return floats, counts, sums[0]
+        whole = np.array([[floats[:, 0].min(), floats[:, 1].max(), *floats[:, 2:].sum(0)]])
+        return whole, counts.sum(0, keepdims=True), sums.sum(0)
 
 
 class _TorchReductions:
-    """PyTorch's reductions on any device; no value reaches the host."""
+    """PyTorch's reductions on any device; no value reaches the host before the end."""
+
+    join = staticmethod(torch.cat)
 
     def __init__(self, device: torch.device) -> None:
         # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it; squares beyond 3e38 are infinite
         # there.
         self.dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         self._piece = _PIECE_ELEMENTS_CPU if device.type == "cpu" else _PIECE_ELEMENTS
-        self._mix = _Mix(device)
+        self._device, self._mix = device, _Mix(device)
 
-    def reduce(self, flat: Tensor, spans: Spans | None, bounds: np.ndarray) -> _Reduced:
-        """Return the statistics of a tensor with elements."""
+    @staticmethod
+    def host(tensors: list[Tensor]) -> np.ndarray:
+        """Return tensors as one array."""
+        return torch.cat(tensors).cpu().numpy()
+
+    def zeros(self, num_spans: int) -> Tensor:
+        """Return the sums of spans without elements."""
+        return torch.zeros((num_spans, 3), dtype=self.dtype, device=self._device)
+
+    def reduce(self, flat: Tensor, spans: Spans | None, bounds: np.ndarray) -> tuple[Tensor, ...]:
+        """Return what `_NumbaKernel.reduce` does."""
         pieces = [self._reduce_piece(flat, first) for first in range(0, len(flat), self._piece)]
         floats, counts = (torch.stack(column) for column in zip(*pieces))
         extremes = torch.stack((floats[:, 0].amin(), floats[:, 1].amax()))
-        return torch.cat((extremes, floats[:, 2:].sum(0))), counts.sum(0), self._span_sums(flat, spans)
+        whole = torch.cat((extremes, floats[:, 2:].sum(0)))[None]
+        return whole, counts.sum(0, keepdim=True), self._span_sums(flat, spans)
 
     def _widened(self, values: Tensor) -> Tensor:
         wide = _wide(values.dtype)[0]
@@ -279,14 +295,13 @@ class _TorchReductions:
 
     def _span_sums(self, flat: Tensor, spans: Spans | None) -> Tensor:
         if spans is None:
-            return flat.new_zeros((0, 3), dtype=self.dtype)
+            return self.zeros(0)
         by_token, of_tokens = flat.view(spans.num_tokens, -1), []
         for part in by_token.split(max(self._piece // by_token.shape[1], 1)):
             values = self._widened(part)
             num_bad = torch.count_nonzero(~torch.isfinite(values), dim=1)
             of_tokens.append(torch.stack((*self._sums(values, 1), num_bad.to(self.dtype)), dim=1))
-        sums = torch.zeros((len(spans) + 1, 3), dtype=self.dtype, device=flat.device)
-        return sums.index_add_(0, spans.of_tokens(flat.device), torch.cat(of_tokens))[:-1]
+        return self.zeros(len(spans) + 1).index_add_(0, spans.of_tokens(flat.device), torch.cat(of_tokens))[:-1]
 
 
 class _Mix:
