@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import BackwardHook
 
 pytest.importorskip("msprobe", reason="needs mindstudio-probe")
+from pellucid.precision.dump import About
 from pellucid.precision.msprobe import MsprobeSession
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
@@ -66,11 +67,20 @@ def session(models, folder, *, level="L0", rank=0, **content):
     path = folder / "msprobe.json"
     path.write_text(json.dumps(content))
     call = len(list((folder / "stage").glob("step*"))) if (folder / "stage").is_dir() else 0
-    return MsprobeSession(models, folder / "stage", config_path=path, level=level, call=call, rank=rank)
+    about = About(backend="msprobe", level=level, stage="actor_update", step=1, role="actor", call=call, rank=rank)
+    return MsprobeSession(models, folder / "stage", path, about)
 
 
-def entries_of(ended):
-    return json.loads((ended.target / "dump.json").read_text())["data"]
+def end(opened):
+    """End a session; return its folder, and the files in it that msprobe wrote."""
+    folder = opened._folder / f"step{opened._about.call}" / f"rank{opened._about.rank}"
+    files = opened.save(folder)
+    assert opened.error is None and files[-1].name == "capture.json"
+    return folder, files[:-1]
+
+
+def entries_of(folder):
+    return json.loads((folder / "dump.json").read_text())["data"]
 
 
 def capture(models, folder, run=forward_backward, **options):
@@ -78,8 +88,7 @@ def capture(models, folder, run=forward_backward, **options):
     opened = session(models, folder, **options)
     opened.begin()
     run(models[0])
-    opened.end()
-    return entries_of(opened)
+    return entries_of(end(opened)[0])
 
 
 @pytest.mark.parametrize("level", ["L0", "L1", "mix"])
@@ -89,13 +98,12 @@ def test_a_capture_holds_modules_or_operators_with_the_right_numbers(level, mode
     opened = session([model], tmp_path, level=level, rank=3)
     opened.begin()
     forward_backward(model)
-    files = opened.end()
+    folder, files = end(opened)
     handle.remove()
 
-    folder = tmp_path / "stage" / "step0" / "rank3"
-    assert opened.target == folder
+    assert folder == tmp_path / "stage" / "step0" / "rank3"
     assert files == sorted(folder / name for name in ("construct.json", "dump.json", "stack.json"))
-    entries = entries_of(opened)
+    entries = entries_of(folder)
     wanted = {"L0": {"Module"}, "L1": {"Functional", "Tensor", "Torch"}, "mix": {"Module", "Functional", "Tensor", "Torch"}}
     assert {name.partition(".")[0] for name in entries} == wanted[level]
     modules = {name for name, _ in model.named_modules() if name}
@@ -115,7 +123,7 @@ def test_whole_tensors_are_kept(model, tmp_path):
     opened = session([model], tmp_path, task="tensor")
     opened.begin()
     logits = model(input_ids=TOKENS).logits
-    files = opened.end()
+    _, files = end(opened)
     [file] = [path for path in files if path.name == "Module.lm_head.Linear.forward.0.output.0.pt"]
     assert file.parent == tmp_path / "stage" / "step0" / "rank0" / "dump_tensor_data"
     assert torch.equal(torch.load(file), logits)
@@ -141,9 +149,9 @@ def test_a_stage_that_raises_leaves_what_it_did_and_no_trace(model, tmp_path):
     handle = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         forward_backward(model)
-    opened.end()
+    folder, _ = end(opened)
     handle.remove()
-    partial = entries_of(opened)
+    partial = entries_of(folder)
     assert "Module.model.layers.0.LlamaDecoderLayer.forward.0" in partial and "Functional.linear.4.forward" in partial
     assert "Module.lm_head.Linear.forward.0" not in partial
     assert "Module.lm_head.Linear.backward.0" in capture([model], tmp_path)
@@ -208,7 +216,7 @@ def test_one_session_at_a_time(model, tmp_path):
     first.begin()
     with pytest.raises(RuntimeError, match="in use in this process already"):
         session([model], tmp_path).begin()
-    first.end()
+    end(first)
     assert capture([model], tmp_path)
 
 

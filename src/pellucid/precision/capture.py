@@ -1,19 +1,18 @@
 """The native capture: what every module, and if asked every operator, reads and computes in one stage, as statistics.
 
-The profiler's tool, and the sentinel where it repeats a stage, begin and end a `NativeSession`, and tell it of passes;
-`dump_files.py` writes what it returns.
+The profiler's tool, and the sentinel where it repeats a stage, begin and end a `NativeSession`, and tell it of passes.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pellucid.precision.dump import About, Entry, StageDump, TensorStats
+from pellucid.precision.dump_files import write_dump
 from pellucid.precision.naming import entry_prefix, named_modules
 from pellucid.precision.operators import OperatorRecorder
 from pellucid.precision.recorder import Recorder
@@ -81,7 +81,6 @@ class NativeSession:
 
     def _begin(self) -> None:
         self._thread = threading.get_ident()
-        self._about.started_at = time.time()
         self._undo.enter_context(warnings.catch_warnings())
         # A module whose inputs need no gradient, such as an embedding, is told of its outputs' alone, which is as it
         # should be.
@@ -160,13 +159,19 @@ class NativeSession:
             entry, groups = self._running.pop()
             self._recorder.add(entry, self._inside(), groups)
         about = self._about
-        about.duration_s = round(time.time() - about.started_at, 6)
+        about.end(cause)
         about.passes = self._recorder.passes
         if about.mini_batches and self._first_pass < len(about.passes):  # the one that was cut short
             about.mini_batches.append(self._first_pass)
-        if cause is not None:
-            about.complete, about.error = False, f"{type(cause).__name__}: {cause}"
         return StageDump(about, *self._recorder.dump())
+
+    def save(self, folder: Path) -> list[Path]:
+        """End the capture and write its files; with an `error`, of what there was until then.
+
+        Raises:
+            OSError: the files cannot be written.
+        """
+        return write_dump(folder, self.end())
 
     # --- modules -----------------------------------------------------------------------------------------------------
 

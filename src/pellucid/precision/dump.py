@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,12 @@ class About:
     mini_batches: list[int] = field(default_factory=list)
     """Index of each mini-batch's first pass; empty where there are none."""
     version: int = VERSION
+
+    def end(self, cause: BaseException | None) -> None:
+        """Note that the capture has ended now, cut short by `cause` if there is one."""
+        self.duration_s = round(time.time() - self.started_at, 6)
+        if cause is not None:
+            self.complete, self.error = False, f"{type(cause).__name__}: {cause}"
 
 
 @dataclass(slots=True, eq=False)

@@ -7,9 +7,10 @@ else, hence the care taken here to leave no trace of a session behind.
 
 import atexit
 import logging
+import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from torch import nn
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import BackwardHook
+
+from pellucid.precision.dump import About, Pass
+from pellucid.precision.dump_files import write_about
+from pellucid.stages import TokenSpans
 
 log = logging.getLogger("pellucid.observe")
 
@@ -52,20 +57,15 @@ class MsprobeSession:
     Args:
         models: the modules that the stage runs, every chunk; several are told apart by their number in the entries'
             names.
-        folder: where the files go, in `step<call>/rank<rank>`.
+        folder: of the stage; files go into `step<call>/rank<rank>` of it.
         config_path: msprobe's JSON config.
-        level: L0 modules, L1 operators, mix both.
-        call: which capture of the stage it is.
-        rank: this process's.
+        about: whose capture it is.
     """
 
-    def __init__(
-        self, models: list[nn.Module], folder: Path, *, config_path: Path, level: str, call: int, rank: int
-    ) -> None:
-        self._models, self._folder, self._config_path, self._level = models, folder, config_path, level
-        self._call, self._rank = call, rank
-        self.target = folder / f"step{call}" / f"rank{rank}"
-        """Folder of the files."""
+    def __init__(self, models: Sequence[nn.Module], folder: Path, config_path: Path, about: About) -> None:
+        self._models, self._folder, self._config_path, self._about = list(models), folder, config_path, about
+        self.error: Exception | None = None
+        """Why msprobe could not write all of its files."""
         self._undo = ExitStack()
         """Takes back all that `begin` did."""
 
@@ -81,24 +81,38 @@ class MsprobeSession:
             undo.enter_context(_left_as_found(self._models))
             undo.callback(setattr, _Debugger, "_instance", None)
             with _explained():
-                debugger = _Debugger(str(self._config_path), dump_path=str(self._folder), level=self._level)
+                debugger = _Debugger(str(self._config_path), dump_path=str(self._folder), level=self._about.level)
                 undo.callback(_retire, debugger.service)
                 _confine(debugger.service.hook_manager, threading.get_ident())
-                debugger.set_init_step(self._call)
-                debugger.start(model=self._models if len(self._models) > 1 else self._models[0], rank_id=self._rank)
+                debugger.set_init_step(self._about.call)
+                models = self._models if len(self._models) > 1 else self._models[0]
+                debugger.start(model=models, rank_id=self._about.rank)
             self._undo = undo.pop_all()
 
-    def end(self) -> list[Path]:
-        """End the capture, take msprobe out of the process and return the files.
+    def begin_pass(self, spans: TokenSpans, unit: str) -> None:
+        """A pass through the model begins."""
+        self._about.passes.append(Pass(unit, spans()))
+
+    def results(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Leave a head's results alone: msprobe knows modules and operators."""
+
+    def end_mini_batch(self) -> None:
+        """Leave an optimizer step alone, too."""
+
+    def save(self, folder: Path) -> list[Path]:
+        """End the capture, take msprobe out of the process and return the files; with an `error`, what there is.
 
         What can be written is, also of a stage that raised; and whatever goes wrong here, msprobe is taken out.
-
-        Raises:
-            OSError, RuntimeError: msprobe could not write the files.
         """
-        with self._undo, _explained():
-            _Debugger.stop()
-        return sorted(path for path in self.target.rglob("*") if path.is_file())
+        cause = sys.exception()
+        try:
+            with self._undo, _explained():
+                _Debugger.stop()
+        except (OSError, RuntimeError) as error:
+            self.error = cause = error
+        self._about.end(cause)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return [*files, write_about(folder, self._about)]
 
 
 # What follows knows msprobe from the inside.

@@ -9,6 +9,7 @@ and the first whose capture holds NaN or Inf is kept and read.
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -240,7 +241,7 @@ class Sentinel:
         stage, first = _model_stage(stage), next(self._models[0].parameters())
         return About(
             backend="native", level="L0", stage=str(stage), step=0, role=ROLE_OF[stage], device=first.device.type,
-            dtype=str(first.dtype), model=class_name(self._models[0]),
+            dtype=str(first.dtype), model=class_name(self._models[0]), started_at=time.time(),
         )  # fmt: skip
 
     def _raise_flag(self, flag: Finding | None) -> None:

@@ -5,7 +5,6 @@ and msprobe's own tools.
 """
 
 import importlib
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
@@ -18,8 +17,7 @@ import torch
 from pellucid.errors import MissingExtraError
 from pellucid.observe.tools.base import Capture, KeptInPartError, ToolSettings
 from pellucid.precision.capture import NativeSession
-from pellucid.precision.dump import About, Pass
-from pellucid.precision.dump_files import write_about, write_dump
+from pellucid.precision.dump import About
 from pellucid.precision.naming import class_name
 from pellucid.precision.statistics import Measurer
 from pellucid.stages import TokenSpans
@@ -31,9 +29,8 @@ class PrecisionDebuggerTool:
     def __init__(self, settings: ToolSettings) -> None:
         self._options, self._device = settings.global_options.precision_debugger, settings.device
         self._level = self._options.level or "L0"
-        self._session: Any = None
-        """A `NativeSession` or an `MsprobeSession`."""
-        self._about: About | None = None
+        self._session: NativeSession | Any = None
+        """What captures a stage at this moment; an `MsprobeSession` does the same."""
         self._folder = Path()
         if self._options.backend == "native":  # compiled once on a machine, and loaded once in a process
             Measurer(torch.device(settings.device)).warm_up((torch.float32, torch.bfloat16, torch.int64, torch.bool))
@@ -57,7 +54,7 @@ class PrecisionDebuggerTool:
         folder = capture.folder / f"step_{capture.step}" / capture.stage
         # Dynamic sampling runs stages again, windows cut them up, and a resumed run may repeat a step.
         number = next(k for k in count() if not (folder / f"step{k}" / f"rank{capture.rank}").exists())
-        self._about = about = About(
+        about = About(
             backend=self._options.backend,
             level=self._level,
             stage=str(capture.stage),
@@ -71,15 +68,13 @@ class PrecisionDebuggerTool:
             model=class_name(capture.models[0]),
             started_at=time.time(),
         )
+        self._folder = folder / f"step{number}" / f"rank{capture.rank}"
         if self._options.backend == "msprobe":
             path = Path(str(self._options.config_path))
-            session = _msprobe().MsprobeSession(
-                list(capture.models), folder, config_path=path, level=self._level, call=number, rank=capture.rank
-            )
+            session = _msprobe().MsprobeSession(capture.models, folder, path, about)
         else:
             modules, operators = self._level != "L1", self._level != "L0"
             session = NativeSession(capture.models, about, modules=modules, operators=operators)
-            self._folder = folder / f"step{number}" / f"rank{capture.rank}"
         session.begin()
         self._session = session
 
@@ -89,41 +84,27 @@ class PrecisionDebuggerTool:
 
     def begin_pass(self, spans: TokenSpans, unit: str) -> None:
         """See `TensorTool.begin_pass`."""
-        if isinstance(self._session, NativeSession):
+        if self._session is not None:
             self._session.begin_pass(spans, unit)
-        elif self._about is not None:
-            self._about.passes.append(Pass(unit, spans()))
 
     def results(self, tensors: dict[str, torch.Tensor]) -> None:
         """See `TensorTool.results`."""
-        if isinstance(self._session, NativeSession):
+        if self._session is not None:
             self._session.results(tensors)
 
     def end_mini_batch(self) -> None:
         """See `TensorTool.end_mini_batch`."""
-        if isinstance(self._session, NativeSession):
+        if self._session is not None:
             self._session.end_mini_batch()
 
     def stop(self) -> list[Path]:
         """See `Tool.stop`."""
-        session, self._session, about, self._about = self._session, None, self._about, None
-        assert session is not None and about is not None
-        if isinstance(session, NativeSession):
-            files = write_dump(self._folder, session.end())
-            if session.error is not None:
-                raise KeptInPartError(session.error, files) from session.error
-            return files
-        cause = sys.exception()
-        about.duration_s = round(time.time() - about.started_at, 6)
-        if cause is not None:
-            about.complete, about.error = False, f"{type(cause).__name__}: {cause}"
-        try:
-            files = session.end()
-        except (OSError, RuntimeError) as error:
-            about.complete, about.error = False, f"{type(error).__name__}: {error}"
-            written = [path for path in session.target.rglob("*") if path.is_file()]
-            raise KeptInPartError(error, [*written, write_about(session.target, about)]) from error
-        return [*files, write_about(session.target, about)]
+        session, self._session = self._session, None
+        assert session is not None
+        files = session.save(self._folder)
+        if session.error is not None:
+            raise KeptInPartError(session.error, files) from session.error
+        return files
 
 
 def _msprobe() -> ModuleType:
