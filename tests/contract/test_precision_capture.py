@@ -305,6 +305,6 @@ def test_a_full_disk_leaves_the_capture_out_and_the_update_alone(tmp_path: Path)
         bench = Bench(mount)
         bench.update()
         assert any("precision_debugger failed to stop: OSError" in line for line in bench.said) and bench.engine.version == 1
-        assert not list((mount / "profile").rglob("dump.json")), "half a file under its final name"
+        assert not list((mount / "profile").rglob("capture.json")), "half a capture that looks whole"
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
