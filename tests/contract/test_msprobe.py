@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import BackwardHook
 
 pytest.importorskip("msprobe", reason="needs mindstudio-probe")
+from pellucid.errors import UserError
 from pellucid.precision.dump import About
-from pellucid.precision.msprobe import MsprobeSession
+from pellucid.precision.msprobe import MsprobeSession, check
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 TOKENS = torch.arange(12)[None]
@@ -242,6 +243,23 @@ def test_msprobe_compares_two_captures(model, tmp_path):
     with table.open(newline="") as file:
         differing = [row["NPU Name"] for row in csv.DictReader(file) if row["L2norm diff"] not in ("0", "0.0", "None", "N/A")]
     assert differing[0] == "Module.model.layers.1.mlp.up_proj.Linear.forward.0.parameters.weight"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"statistics": {"data_mode": ["sideways"]}}, "'sideways' of data_mode"),
+        ({"task": "tensor", "async_dump": True}, "the parameters list cannot be empty"),
+        ({"statistics": {"scope": ["Module.a"]}}, "scope"),
+    ],
+)
+def test_check_says_what_msprobe_does_not_take(content, said, tmp_path):
+    path = tmp_path / "msprobe.json"
+    path.write_text(json.dumps({"task": "tensor", "tensor": {"data_mode": ["forward"], "list": ["a"]}}))
+    check(str(path), None)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=said):
+        check(str(path), None)
 
 
 def test_what_msprobe_warns_of_is_logged(model, tmp_path, caplog):

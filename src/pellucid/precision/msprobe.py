@@ -18,17 +18,23 @@ from typing import Any
 import torch
 from msprobe.core.common.exceptions import CodedException
 from msprobe.core.common.log import BaseLogger
+from msprobe.core.dump.common_config import CommonConfig
+from msprobe.core.dump.data_dump.scope import ScopeFactory
 from msprobe.core.dump.hook_manager import BaseHookManager
 from msprobe.pytorch import PrecisionDebugger
 from msprobe.pytorch.dump.api_dump import api_register
 from msprobe.pytorch.dump.api_dump.hook_module import HOOKModule
 from msprobe.pytorch.dump.api_dump.script_wrapper import unpatch_dynamo_compile, unpatch_triton_jitfunction_run
+from msprobe.pytorch.dump.debugger.debugger_config import DebuggerConfig
 from msprobe.pytorch.dump.module_dump.module_processor import ModuleProcessor
+from msprobe.pytorch.dump.pt_config import parse_task_config
 from torch import nn
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import BackwardHook
 
+from pellucid.config.schema.msprobe_json import read_json
+from pellucid.errors import UserError
 from pellucid.precision.dump import About, Pass
 from pellucid.precision.dump_files import write_about
 from pellucid.stages import TokenSpans
@@ -46,6 +52,23 @@ def _print_log(_logger: object, level: str, message: str, **_: object) -> None:
 
 
 BaseLogger._print_log = _print_log
+
+
+def check(config_path: str, level: str | None) -> None:
+    """Find out, before any model is loaded, what msprobe makes of its config.
+
+    Raises:
+        UserError: the file cannot be read, or msprobe refuses what it says.
+    """
+    content = read_json(config_path)
+    task, level = content.get("task") or "statistics", level or content.get("level") or "L0"
+    try:
+        with _explained():
+            common, of_task = CommonConfig(content), parse_task_config(task, content)
+            ScopeFactory(DebuggerConfig(common, of_task, task, "set by the run", level)).build_scope()
+    except RuntimeError as error:
+        field = "global_profiler.global_tool_config.precision_debugger.config_path"
+        raise UserError(field, f"msprobe refuses '{config_path}': {error}", "Mend the file.") from error
 
 
 class MsprobeSession:

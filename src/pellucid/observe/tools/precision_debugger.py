@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pellucid.config.schema.msprobe_json import read_json
 from pellucid.errors import MissingExtraError
 from pellucid.observe.tools.base import Capture, KeptInPartError, ToolSettings
 from pellucid.precision.capture import NativeSession
@@ -28,7 +29,8 @@ class PrecisionDebuggerTool:
 
     def __init__(self, settings: ToolSettings) -> None:
         self._options, self._device = settings.global_options.precision_debugger, settings.device
-        self._level = self._options.level or "L0"
+        path = self._options.config_path
+        self._level = self._options.level or (read_json(path).get("level") if path else None) or "L0"
         self._session: NativeSession | Any = None
         """What captures a stage at this moment; an `MsprobeSession` does the same."""
         self._folder = Path()
@@ -40,10 +42,11 @@ class PrecisionDebuggerTool:
         """See `Tool.check`.
 
         Raises:
-            MissingExtraError: msprobe is asked for and not installed.
+            UserError: msprobe is asked for, and refuses its config; a `MissingExtraError` where it is not installed.
         """
-        if settings.global_options.precision_debugger.backend == "msprobe":
-            _msprobe()
+        options = settings.global_options.precision_debugger
+        if options.backend == "msprobe":
+            _msprobe().check(str(options.config_path), options.level)
 
     def warm_up(self, capture: Capture) -> None:
         """See `Tool.warm_up`; numbers need none."""
