@@ -509,7 +509,7 @@ def test_a_torn_capture_and_a_damaged_manifest_are_said(tmp_path):
     manifest = run / "profile" / "manifest.json"
     whole = json.loads(manifest.read_text())
     newer = whole | {"files": [{"path": "x", "colour": "red"}]}
-    for text in ("{", "[]", "{}", json.dumps(newer), json.dumps(whole | {"version": 99})):
+    for text in ("{", "[]", "{}", json.dumps(newer)):
         manifest.write_text(text)
         with pytest.raises(UserError, match="no manifest"):
             report_of(run)

@@ -1,214 +1,163 @@
 """Who held memory: from a process's allocations and frees to the peak, its holders and what is left at the end.
 
-`memory_sources.py` gives the allocations, the torch_memory tool the ranges; the figures go to its JSON and its page.
-Knows nothing of torch.
+`memory_changes.py` gives the allocations, the torch_memory tool the ranges; the figures go to its JSON and its page.
 """
 
 import time
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from rich.text import Text
+
+from pellucid.observe.memory_changes import Change
+from pellucid.observe.tables import page, size, table
 from pellucid.stages import Stage
 
 OUTSIDE = "outside any stage"
 BEFORE_CAPTURE = "before the capture"
-BEFORE_ENTRIES = "before the entries kept"
+MAX_SITES, FRAMES_SHOWN = 40, 6
 _STAGES = frozenset(stage.value for stage in Stage)
-MAX_SITES, MAX_LARGEST = 40, 25
-
-
-class Change(NamedTuple):
-    """One allocation or free."""
-
-    time_ns: int
-    """Since the epoch."""
-    address: int
-    num_bytes: int
-    """Negative: freed."""
-    operator: str = ""
-    """What allocated it, e.g. `aten::mm`."""
-    stack: tuple[str, ...] = ()
-    """`file:line function`, innermost first; `line+` where only the function's first line is known."""
+_PLUMBING = ("torch/", "contextlib.py", "functools.py", "threading.py", "<", "??")
+"""How files begin that say nothing about who wanted the memory."""
 
 
 class RangeLog:
     """Records which stage, and which unit of work in it, runs when.
 
     Args:
-        stage: what runs outside all ranges; None: nothing that has a name.
+        stage: what is captured; None: a whole step.
     """
 
     def __init__(self, stage: str | None) -> None:
-        outside = stage or OUTSIDE
-        self._running: list[tuple[str, str]] = [(outside, outside)]
-        """Stage and label of the ranges that have begun and not ended, the innermost last."""
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._switches: list[tuple[int, tuple[str, str]]] = []
+        self._running = [] if stage is None else [str(stage)]
+        self._switches = [(0, tuple(self._running))]
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Enclose a range; a label has the ranges round it, as in `actor_update › micro_batch 2`."""
-        outer_stage, outer = self._running[-1]
-        is_stage = name in _STAGES
-        self._counts[outer, name] += 1
-        own = str(name) if is_stage else f"{name} {self._counts[outer, name]}"
-        label = own if outer in (OUTSIDE, name) else f"{outer} › {own}"
-        entered = str(name) if is_stage else outer_stage, label
-        self._running.append(entered)
-        self._switches.append((time.time_ns(), entered))
+        """Enclose a range."""
+        self._running.append(str(name))
+        self._switches.append((time.time_ns(), tuple(self._running)))
         try:
             yield
         finally:
-            self._running.remove(entered)  # ranges of tasks that overlap need not nest
-            self._switches.append((time.time_ns(), self._running[-1]))
+            self._running.remove(str(name))  # ranges of tasks that overlap need not nest
+            self._switches.append((time.time_ns(), tuple(self._running)))
 
     def at(self, time_ns: int) -> tuple[str, str]:
-        """Return the stage and the label of what ran at a time."""
-        index = bisect_right(self._switches, time_ns, key=lambda switch: switch[0]) - 1
-        return self._switches[index][1] if index >= 0 else self._running[0]
+        """Return the stage that ran at a time, and all ranges, as in `actor_update › micro_batch`."""
+        _, running = self._switches[bisect_right(self._switches, time_ns, key=lambda switch: switch[0]) - 1]
+        stage = next((name for name in reversed(running) if name in _STAGES), OUTSIDE)
+        return stage, " › ".join(dict.fromkeys(running)) or OUTSIDE
 
 
-@dataclass(slots=True)
-class _Block:
-    """A piece of memory from allocation to free; `born` and `died` are positions in the list of changes."""
-
-    num_bytes: int
-    site: tuple[str, str, tuple[str, ...]]
-    """Stage, operator and stack of the allocation."""
-    born: int = -1
-    died: int | None = None
-
-    def lives_at(self, position: int) -> bool:
-        """Tell whether it was held right after that change."""
-        return self.born <= position and (self.died is None or self.died > position)
-
-
-def summarise(
-    changes: list[Change],
-    ranges: RangeLog,
-    started_ns: int,
-    ended_ns: int,
-    max_entries: int,
-    before: dict[int, Change] | None = None,
-) -> dict[str, Any]:
-    """Return who held memory, as plain values for JSON; times are seconds since the capture began.
+def figures(changes: list[Change], ranges: RangeLog, started_ns: int) -> dict[str, Any]:
+    """Return who held memory, as plain values for JSON.
 
     Args:
-        changes: in order of time.
+        changes: in order of time; what was held when the capture began comes before its start.
         ranges: what ran when.
         started_ns: start of the capture, since the epoch.
-        ended_ns: its end.
-        max_entries: of more changes the latest count; earlier ones only into what is held when these begin.
-        before: what was held when the capture began, by address; None: not known.
     """
-    first = max(0, len(changes) - max_entries)
-    blocks, totals = _follow(changes, ranges, first, before or {})
-    end = len(changes) - 1
-    peak = max(range(first, len(changes)), key=totals.__getitem__, default=-1)
-    peak_bytes = totals[peak] if peak >= 0 else 0
-    peak_stage, peak_range = ranges.at(changes[peak].time_ns) if peak_bytes else (None, None)
-    num_sites, by_site = _sites(blocks, peak)
 
-    def at_s(position: int) -> float:
-        return (changes[position].time_ns - started_ns) / 1e9
+    def stage_of(change: Change) -> str:
+        return BEFORE_CAPTURE if change.time_ns < started_ns else ranges.at(change.time_ns)[0]
 
-    largest = sorted((block for block in blocks if block.born >= first), key=lambda block: -block.num_bytes)
+    at_end, at_peak = dict[int, Change](), dict[int, Change]()
+    total = peak_bytes = peak = 0
+    highest: dict[str, int] = {}
+    allocated: Counter[str] = Counter()
+    for position, (change, total) in enumerate(zip(changes, _follow(changes, at_end)), 1):
+        stage = stage_of(change)
+        highest[stage] = max(highest.get(stage, 0), total)
+        allocated[stage] += max(0, change.num_bytes)
+        if total > peak_bytes:
+            peak_bytes, peak = total, position
+    list(_follow(changes[:peak], at_peak))
+    of_stage: Counter[str] = Counter()
+    for change in at_peak.values():
+        of_stage[stage_of(change)] += change.num_bytes
+    peak_ns = changes[peak - 1].time_ns if peak else started_ns
     return {
-        "started_at": started_ns / 1e9,
-        "duration_s": (ended_ns - started_ns) / 1e9,
-        "peak_bytes": peak_bytes,
-        "peak_at_s": at_s(peak) if peak_bytes else 0.0,
-        "peak_stage": peak_stage,
-        "peak_range": peak_range,
-        "end_bytes": totals[end] if changes else sum(block.num_bytes for block in blocks),
-        "before_bytes": None if before is None else sum(old.num_bytes for old in before.values()),
         "changes": len(changes),
-        "changes_kept": len(changes) - first,
-        # Most bytes held at once before the changes that are kept; None: all are.
-        "dropped_peak_bytes": max(totals[:first], default=None),
-        "by_stage": _stages(blocks, changes[first:], totals[first:], ranges, peak),
-        "by_site": by_site,
-        "num_sites": num_sites,
-        "at_end": _sites(blocks, end)[1],
-        "largest": [
-            _named(block.site, bytes=block.num_bytes, at_s=at_s(block.born))
-            | {"held_s": None if block.died is None else at_s(block.died) - at_s(block.born)}
-            for block in largest[:MAX_LARGEST]
+        "before_bytes": highest.get(BEFORE_CAPTURE, 0),
+        "peak_bytes": peak_bytes,
+        "peak_at_s": max(0, peak_ns - started_ns) / 1e9,
+        "peak_range": ranges.at(peak_ns)[1],
+        "end_bytes": total,
+        "by_stage": [
+            {
+                "stage": stage,
+                "allocated_bytes": allocated[stage],
+                "at_peak_bytes": of_stage[stage],
+                # The most that was held while it ran, whoever allocated it.
+                "peak_bytes": most,
+            }
+            for stage, most in highest.items()
         ],
+        "at_peak": _sites(at_peak, stage_of),
+        "at_end": _sites(at_end, stage_of),
     }
 
 
-def _follow(
-    changes: list[Change], ranges: RangeLog, first: int, before: dict[int, Change]
-) -> tuple[list[_Block], list[int]]:
-    """Return all blocks, and the bytes held after each change.
-
-    An address that is given out again was freed before, by a thread that is not seen.
-    """
-    held = {
-        address: _Block(old.num_bytes, (BEFORE_CAPTURE, old.operator, old.stack)) for address, old in before.items()
-    }
-    blocks, totals = list(held.values()), list[int]()
-    total = sum(block.num_bytes for block in blocks)
-    for position, change in enumerate(changes):
-        known = held.pop(change.address, None)
-        if known is not None:
-            known.died = position
-            total -= known.num_bytes
+def _follow(changes: list[Change], held: dict[int, Change]) -> Iterator[int]:
+    """Yield after each change how many bytes are held; `held` has by whom, by address."""
+    total = 0
+    for change in changes:
+        # An address that is given out again was freed before, by a thread that is not seen.
+        if (freed := held.pop(change.address, None)) is not None:
+            total -= freed.num_bytes
         if change.num_bytes > 0:
-            stage = ranges.at(change.time_ns)[0]
-            site = (stage, change.operator, change.stack) if position >= first else (BEFORE_ENTRIES, "", ())
-            held[change.address] = block = _Block(change.num_bytes, site, position)
-            blocks.append(block)
+            held[change.address] = change
             total += change.num_bytes
-        totals.append(total)
-    return blocks, totals
+        yield total
 
 
-def _named(site: tuple[str, str, tuple[str, ...]], **values: Any) -> dict[str, Any]:
-    stage, operator, stack = site
-    return values | {"operator": operator, "stage": stage, "stack": stack}
-
-
-def _sites(blocks: list[_Block], position: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return how many places held something right after a change, and what the largest of them held."""
+def _sites(held: dict[int, Change], stage_of: Callable[[Change], str]) -> list[dict[str, Any]]:
+    """Return who holds most, by stage, operator and stack."""
     num_bytes: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
     counts: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
-    for block in blocks:
-        if block.lives_at(position):
-            num_bytes[block.site] += block.num_bytes
-            counts[block.site] += 1
-    largest = num_bytes.most_common(MAX_SITES)
-    return len(num_bytes), [_named(site, bytes=size, count=counts[site]) for site, size in largest]
-
-
-def _stages(
-    blocks: list[_Block], kept: list[Change], totals: list[int], ranges: RangeLog, peak: int
-) -> list[dict[str, Any]]:
-    """Return what each stage did, in the order of time.
-
-    `peak_bytes` is the most that was held while it ran, whoever allocated it; `allocated_bytes` all that it allocated,
-    freed or not.
-    """
-    highest: dict[str, int] = {}
-    for change, total in zip(kept, totals, strict=True):
-        stage, _ = ranges.at(change.time_ns)
-        highest[stage] = max(highest.get(stage, 0), total)
-    by_stage: dict[str, list[_Block]] = defaultdict(list)
-    for block in blocks:
-        by_stage[block.site[0]].append(block)
+    for change in held.values():
+        site = stage_of(change), change.operator, change.stack
+        num_bytes[site] += change.num_bytes
+        counts[site] += 1
     return [
-        {
-            "stage": stage,
-            "peak_bytes": highest.get(stage, 0),
-            "allocated_bytes": sum(block.num_bytes for block in by_stage[stage]),
-            "count": len(by_stage[stage]),
-            "at_peak_bytes": sum(block.num_bytes for block in by_stage[stage] if block.lives_at(peak)),
-            "at_end_bytes": sum(block.num_bytes for block in by_stage[stage] if block.died is None),
-        }
-        for stage in dict.fromkeys([*by_stage, *highest])
+        {"bytes": held_bytes, "count": counts[site], "stage": site[0], "operator": site[1], "stack": site[2]}
+        for site, held_bytes in num_bytes.most_common(MAX_SITES)
     ]
+
+
+def memory_page(title: str, use: dict[str, Any]) -> str:
+    """Return the figures as a page that loads nothing."""
+    before = f"of which {size(use['before_bytes'])} were held before the capture"
+    if use["device"] == "cpu":
+        before = "without what was allocated before the capture, which nobody counts on a CPU"
+    answer = (
+        f"Memory peaked {use['peak_at_s']:.3f} s after the start, during {use['peak_range']}: "
+        f"{size(use['peak_bytes'])}, {before}. {use['changes']:,} allocations and frees are counted, the latest."
+    )
+    columns = ("stage", "it allocated, freed or not", "of the peak", "peak while it ran")
+    names = ("allocated_bytes", "at_peak_bytes", "peak_bytes")
+    rows = ((each["stage"], *(size(each[name]) for name in names)) for each in use["by_stage"])
+    stages = table("By stage", columns, rows)
+    sites = [
+        table(
+            heading,
+            ("operator", "stage", "stack", "bytes", "allocations"),
+            (
+                (each["operator"], each["stage"], _shown(each["stack"]), size(each["bytes"]), f"{each['count']:,}")
+                for each in use[key]
+            ),
+            num_texts=3,
+        )
+        for heading, key in (("Held at the peak", "at_peak"), ("Left at the end", "at_end"))
+    ]
+    return page(title, [Text(title, style="bold"), Text(answer), stages, *sites])
+
+
+def _shown(stack: tuple[str, ...]) -> str:
+    """Return the frames that say who wanted the memory, innermost first: not PyTorch's own."""
+    own = [frame for frame in stack if not frame.startswith(_PLUMBING) and "/site-packages/torch/" not in frame]
+    return " ← ".join((own or stack)[:FRAMES_SHOWN])

@@ -7,42 +7,34 @@ import functools
 import json
 import logging
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
 from pellucid.errors import UserError
-from pellucid.observe.memory_page import page_of
-from pellucid.observe.memory_sources import Snapshot, changes_of_profile, changes_of_snapshot, trim_stacks
-from pellucid.observe.memory_use import Change, RangeLog, summarise
+from pellucid.observe.memory_changes import Change, Snapshot, changes_of_profile, changes_of_snapshot, trim_stacks
+from pellucid.observe.memory_use import RangeLog, figures, memory_page
 from pellucid.observe.tools.base import Capture, ToolSettings
 
 _log = logging.getLogger(__name__)
-RSS_INTERVAL_S = 0.02
-Recorded = tuple[list[Path], list[Change], dict[int, Change] | None]
-"""Files, allocations and frees, and what was held before by address (None: not known)."""
+Recorded = tuple[list[Path], list[Change]]
+"""Files, and allocations and frees."""
 
 
 class TorchMemoryTool:
     """Records what this process allocates and frees; a capture gives `torch_memory….html` and `.json` in `step<S>/`."""
 
     def __init__(self, settings: ToolSettings) -> None:
-        options = settings.role_options.torch_memory
-        self._device, self._max_entries = settings.device, options.trace_alloc_max_entries
-        self._record = _record_cuda if settings.device == "cuda" else _record_cpu
-        self._stack_depth = options.stack_depth
+        self._options, self._device = settings.role_options.torch_memory, settings.device
         self._capture: Capture | None = None
         self._end: Callable[[], Recorded]
         self._ranges = RangeLog(None)
-        self._rss = _RssSampler()
         self._started_ns = 0
 
     @classmethod
@@ -61,9 +53,10 @@ class TorchMemoryTool:
 
     def start(self, capture: Capture) -> None:
         """Begin to record."""
-        self._ranges, self._rss, self._started_ns = RangeLog(capture.stage), _RssSampler(), time.time_ns()
-        self._end = self._record(_path(capture, ""), self._max_entries, self._stack_depth)
-        self._rss.start()
+        self._ranges, self._started_ns = RangeLog(capture.stage), time.time_ns()
+        record = _record_cuda if self._device == "cuda" else _record_cpu
+        max_entries, stack_depth = self._options.trace_alloc_max_entries, self._options.stack_depth
+        self._end = record(_path(capture, ""), max_entries, stack_depth)
         self._capture = capture
 
     def range(self, name: str) -> AbstractContextManager[object]:
@@ -75,38 +68,15 @@ class TorchMemoryTool:
         capture, self._capture = self._capture, None
         if capture is None:
             return []  # it was only warming up
-        ended_ns, rss = time.time_ns(), self._rss.stop()
-        files, changes, before = self._end()
-        use = summarise(changes, self._ranges, self._started_ns, ended_ns, self._max_entries, before)
-        report = report_of(use, capture, self._device, rss)
-        for suffix, text in ((".html", page_of(report)), (".json", json.dumps(report))):
+        files, changes = self._end()
+        use = {"device": self._device} | figures(changes, self._ranges, self._started_ns)
+        what = f"Memory of step {capture.step}, {capture.stage or 'whole step'}"
+        title = f"{what}, rank {capture.rank} of {capture.num_ranks}, process {capture.pid}, {self._device}"
+        for suffix, text in ((".html", memory_page(title, use)), (".json", json.dumps(use))):
             path = _path(capture, suffix)
             path.write_text(text, encoding="utf-8")
             files.append(path)
         return files
-
-
-def report_of(use: dict[str, Any], capture: Capture, device: str, rss: list[int]) -> dict[str, Any]:
-    """Return the figures with what they are of, as the JSON file has them.
-
-    Args:
-        use: of `summarise`.
-        capture: what was captured.
-        device: whose memory: cpu or cuda.
-        rss: the process's resident bytes over the capture, at least one.
-    """
-    about = {
-        "role": capture.role,
-        "stage": None if capture.stage is None else str(capture.stage),
-        "step": capture.step,
-        "call": capture.call,
-        "window": capture.window,
-        "rank": capture.rank,
-        "num_ranks": capture.num_ranks,
-        "pid": capture.pid,
-    }
-    resident = {"start_bytes": rss[0], "peak_bytes": max(rss), "end_bytes": rss[-1]}
-    return {"version": 2, "device": device, "capture": about, **use, "rss": resident}
 
 
 def _path(capture: Capture, suffix: str) -> Path:
@@ -128,7 +98,7 @@ def _record_cpu(stem: Path, max_entries: int, stack_depth: int) -> Callable[[], 
     def end() -> Recorded:
         profile.stop()
         assert profile.profiler is not None and profile.profiler.kineto_results is not None
-        return [], changes_of_profile(profile.profiler.kineto_results, stack_depth), None
+        return [], changes_of_profile(profile.profiler.kineto_results, stack_depth)[-max_entries:]
 
     return end
 
@@ -160,7 +130,7 @@ def _record_cuda(stem: Path, max_entries: int, stack_depth: int) -> Callable[[],
             torch.cuda.memory._record_memory_history(None)
         path.write_bytes(pickle.dumps(taken))
         files = [path, oom_path] if oom_path.exists() else [path]
-        return files, *changes_of_snapshot(taken, torch.cuda.current_device())
+        return files, changes_of_snapshot(taken, torch.cuda.current_device())
 
     return end
 
@@ -178,26 +148,3 @@ def _observe_out_of_memory() -> None:
             dump()
 
     vars(torch._C)["_cuda_attach_out_of_memory_observer"](tell)
-
-
-class _RssSampler:
-    """Samples the process's resident memory in a thread: it also counts what PyTorch did not allocate."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._samples: list[int] = [self._process.memory_info().rss]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torch_memory_rss", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> list[int]:
-        """Return the bytes of each sample."""
-        self._ended.set()
-        self._thread.join()
-        return [*self._samples, self._process.memory_info().rss]
-
-    def _run(self) -> None:
-        while not self._ended.wait(RSS_INTERVAL_S):
-            self._samples.append(self._process.memory_info().rss)
