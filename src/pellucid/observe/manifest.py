@@ -5,7 +5,6 @@ them all and writes `manifest.json` after every profiled step.
 """
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from pellucid.files.rundir import atomic_write
 
-JOURNALS, MANIFEST, VERSION = ".journals", "manifest.json", 1
+JOURNALS, MANIFEST = ".journals", "manifest.json"
 
 
 @dataclass(slots=True)
@@ -79,15 +78,7 @@ class Manifest:
 
     def write(self, folder: Path) -> Path:
         """Write `manifest.json` and return its path."""
-        content = {
-            "version": VERSION,
-            "request": self.request,
-            "steps": {"requested": self.requested, "profiled": self.profiled},
-            "files": [asdict(file) for file in self.files],
-            "failures": [asdict(failure) for failure in self.failures],
-            "complete": self.complete,
-        }
-        atomic_write(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+        atomic_write(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
         return folder / MANIFEST
 
     @classmethod
@@ -95,23 +86,16 @@ class Manifest:
         """Read the manifest of a folder; an empty one where there is none.
 
         Raises:
-            ValueError: it is no manifest, or one of another version.
+            ValueError: it is no manifest.
         """
         path = folder / MANIFEST
         if not path.exists():
             return cls()
-        content = json.loads(path.read_text(encoding="utf-8"))
         try:
-            if content["version"] != VERSION:
-                raise ValueError(f"version {content['version']}, and {VERSION} is read")
-            return cls(
-                content["request"],
-                content["steps"]["requested"],
-                content["steps"]["profiled"],
-                [ProfileFile(**file) for file in content["files"]],
-                [ProfileFailure(**failure) for failure in content["failures"]],
-                content["complete"],
-            )
+            content = json.loads(path.read_text(encoding="utf-8"))
+            files = [ProfileFile(**file) for file in content["files"]]
+            failures = [ProfileFailure(**failure) for failure in content["failures"]]
+            return cls(**content | {"files": files, "failures": failures})
         except (KeyError, TypeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -126,12 +110,8 @@ class Journal:
         """Append an entry."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kind = "file" if isinstance(entry, ProfileFile) else "failure"
-        line = json.dumps({kind: asdict(entry)}) + "\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({kind: asdict(entry)}) + "\n")
 
 
 def read_journals(folder: Path) -> tuple[list[ProfileFile], list[ProfileFailure]]:
@@ -142,19 +122,13 @@ def read_journals(folder: Path) -> tuple[list[ProfileFile], list[ProfileFailure]
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 [(kind, values)] = json.loads(line).items()
-                entry = (ProfileFile if kind == "file" else ProfileFailure)(**values)
-            except (
-                ValueError,
-                TypeError,
-                AttributeError,
-            ):  # the process was killed while it wrote, or is of another version
+            except json.JSONDecodeError:  # the process was killed while it wrote
                 continue
-            if isinstance(entry, ProfileFile):
-                files[entry.path] = entry
+            if kind == "file":
+                files[values["path"]] = ProfileFile(**values)
             else:
-                failures.append(entry)
-    order = sorted(files.values(), key=lambda file: (file.step, file.started_at))
-    return order, failures
+                failures.append(ProfileFailure(**values))
+    return sorted(files.values(), key=lambda file: (file.step, file.started_at)), failures
 
 
 def manifest_folder(run_dir: Path) -> Path:
