@@ -85,9 +85,9 @@ def _stack(event: _ProfilerEvent, stack_depth: int) -> tuple[str, ...]:
         fields = outer.extra_fields
         if isinstance(fields, _ExtraFields_PyCall) and not frames:
             frames.append(_frame(fields.callsite, "+"))
-        if isinstance(fields, _ExtraFields_PyCall | _ExtraFields_PyCCall):
-            frames.append(_frame(fields.caller))
         outer = outer.parent
+        if isinstance(fields, _ExtraFields_PyCCall) or (isinstance(fields, _ExtraFields_PyCall) and outer is not None):
+            frames.append(_frame(fields.caller))  # of the outermost function the caller is not known
     return tuple(frames[:stack_depth])
 
 
