@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pellucid.config import RunConfig, SftConfig, load_config
 from pellucid.console import console, error_console, log_to, notice
-from pellucid.errors import NonFiniteError, UserError
+from pellucid.errors import NonFiniteError
 from pellucid.observe.recording import run_recorded, say_if_recorded
 
 if TYPE_CHECKING:
@@ -246,32 +246,24 @@ def _validate_only(config: RunConfig, run_dir: RunDir, inputs: RlInputs) -> None
     from pellucid.files.checkpoint_store import CheckpointStore
     from pellucid.metrics.trackers import Trackers
     from pellucid.observe.stall import StallEnding, StallError
-    from pellucid.ranks.rank_failures import RankFailedError
     from pellucid.run import build_rl_run
     from pellucid.run_state import find_checkpoint, restore
     from pellucid.validation import validate
 
-    if not inputs.val_prompts:
-        raise UserError("trainer.val_only", "is true, but data.val_files is not set.", "Set data.val_files.")
     stall = StallEnding(run_dir, config.trainer.stall_timeout_s)
-    run = build_rl_run(config, run_dir, inputs, Trackers({}), 1, stall.watchdog)
-    try:
+    with contextlib.closing(build_rl_run(config, run_dir, inputs, Trackers({}), 1, stall.watchdog)) as run:
         checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
         if checkpoint is not None:
             restore(run, checkpoint)
         console.print(f"validating {checkpoint or 'the model as loaded'}", markup=False)
-        with stall, run.display:
-            metrics = validate(run, 0)
+        try:
+            with stall, run.display:
+                metrics = validate(run, 0)
+        except StallError as error:
+            error.show()
+            sys.exit(1)
         for name, value in metrics.items():
             console.print(f"{name}: {value:.4g}", markup=False)
-    except StallError as error:
-        error.show()
-        sys.exit(1)
-    except RankFailedError as error:
-        error_console.print(str(error), style="red", markup=False)
-        sys.exit(1)
-    finally:
-        run.close()
 
 
 def _report_changes(run_dir: RunDir, resolved_yaml: str) -> None:

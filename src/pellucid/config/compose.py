@@ -29,18 +29,14 @@ def read_yaml(path: Path) -> DictConfig:
     from omegaconf import DictConfig, OmegaConf
 
     if not path.is_file():
-        names = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        close = nearest(path.name, names)
-        raise UserError(
-            str(path), "this file does not exist.", f"Did you mean '{path.parent / close}'?" if close else ""
-        )
+        close = nearest(path.name, [entry.name for entry in path.parent.glob("*.y*ml")])
+        remedy = f"Did you mean '{path.parent / close}'?" if close else ""
+        raise UserError(str(path), "this file does not exist.", remedy)
     try:
         tree = OmegaConf.load(path)
     except yaml.YAMLError as error:
         raise _syntax_error(error, str(path)) from error
-    except UnicodeDecodeError as error:
-        raise UserError(str(path), f"this file is not text in UTF-8 ({error.reason} at byte {error.start}).") from error
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"this is not a YAML mapping of keys to values ({error}).") from error
     if not isinstance(tree, DictConfig):
         raise UserError(str(path), "this is a list; a config is a mapping of keys to values.")

@@ -128,7 +128,16 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
     """Return `value` as `hint` asks for it, or raise the error that says what is `allowed`."""
     origin, args, allowed = get_origin(hint), get_args(hint), allowed or type_text(hint)
     if origin is Annotated:
-        return _annotated(in_one_spelling(value, hint), args[0], args[1:], key, allowed)
+        value, may_be_path = in_one_spelling(value, hint), any(isinstance(meta, OrImportPath) for meta in args[1:])
+        if may_be_path and isinstance(value, str) and ":" in value:
+            if is_import_path(value):
+                return value
+            remedy = "Write it as 'package.module:name' or 'file.py:name'."
+            raise UserError(key, f"'{value}' is not an import path.", remedy)
+        made = _value(value, args[0], key, allowed)
+        if not all(meta.holds(made) for meta in args[1:] if isinstance(meta, Range)):
+            raise UserError(key, f"{_shown(value)} is out of range; it must be {allowed}.")
+        return made
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
@@ -146,10 +155,8 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
     if origin is list and isinstance(value, list):
         return [_value(item, args[0], f"{key}[{index}]") for index, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return {
-            _value(k, args[0], f"{key}.{k}"): v if args[1] is Any else _value(v, args[1], f"{key}.{k}")
-            for k, v in value.items()
-        }
+        names = {name: _value(name, args[0], f"{key}.{name}") for name in value}
+        return {names[name]: v if args[1] is Any else _value(v, args[1], f"{key}.{name}") for name, v in value.items()}
     made = None if origin or value is None else _scalar(value, hint)
     if made is None:
         raise UserError(key, f"{_shown(value)} is not allowed; it must be {allowed}.")
@@ -168,18 +175,6 @@ def _entry(value: Any, cls: Any, key: str) -> Any:
         if name not in value and item.default is dataclasses.MISSING:
             raise UserError(f"{key}.{name}", "must be set.", f"It is {type_text(hints_of(cls)[name])}.")
     return cls(**{name: _value(part, hints_of(cls)[name], f"{key}.{name}") for name, part in value.items()})
-
-
-def _annotated(value: Any, hint: Any, metas: tuple[Any, ...], key: str, allowed: str) -> Any:
-    if isinstance(value, str) and ":" in value and any(isinstance(meta, OrImportPath) for meta in metas):
-        if is_import_path(value):
-            return value
-        remedy = "Write it as 'package.module:name' or 'file.py:name'."
-        raise UserError(key, f"'{value}' is not an import path.", remedy)
-    made = _value(value, hint, key, allowed)
-    if not all(meta.holds(made) for meta in metas if isinstance(meta, Range)):
-        raise UserError(key, f"{_shown(value)} is out of range; it must be {allowed}.")
-    return made
 
 
 def _scalar(value: Any, hint: type) -> Any:

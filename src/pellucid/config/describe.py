@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from pellucid.config.convert import defaults_tree, hints_of, type_text
 from pellucid.config.fields import default_of
 from pellucid.config.schema import RunConfig, SftConfig
+from pellucid.config.trees import get
 
 _HEAD = """# Made from the schema by `pellucid config show --annotated`.
 # Each field has its comment above it, and one blank line separates fields.
@@ -74,37 +75,21 @@ def annotated_yaml(root: type, values: dict[str, Any] | None = None) -> str:
         root: `RunConfig` or `SftConfig`.
         values: a resolved tree; None shows the defaults with their links.
     """
-    return _HEAD + "\n" + "\n\n".join(_fields(root, values or defaults_tree(root), 0)) + "\n"
-
-
-def _fields(cls: type, values: dict[str, Any], depth: int) -> Iterator[str]:
-    indent, hints, docs = "  " * depth, hints_of(cls), field_docs(cls)
-    for item in dataclasses.fields(cls):
-        hint, value = hints[item.name], values[item.name]
-        about = docs[item.name]
-        if not dataclasses.is_dataclass(hint) and (allowed := _choices(hint)):
-            about += f" Allowed: {allowed}."
-        comment = textwrap.fill(
-            about,
-            118 - len(indent),
-            initial_indent=f"{indent}# ",
-            subsequent_indent=f"{indent}# ",
-            break_on_hyphens=False,
-        )
-        if dataclasses.is_dataclass(hint):
-            yield f"{comment}\n{indent}{item.name}:"
-            yield from _fields(hint, value, depth + 1)  # pyright: ignore[reportArgumentType]
+    parts = [_HEAD.strip()]
+    for key in keys(root):
+        indent, value = "  " * key.name.count("."), get(values or defaults_tree(root), key.name)
+        has_bounds = key.type != "true | false" and any(sign in key.type for sign in "|≥≤<>")
+        about = f"{key.doc} Allowed: {key.type}." if has_bounds else key.doc
+        comment = textwrap.wrap(about, 116 - len(indent), break_on_hyphens=False)
+        if key.is_section:
+            shown = ""
         elif isinstance(value, dict) and value:
-            entries = [f"{indent}  {key}: {yaml_value(entry)}" for key, entry in value.items()]
-            yield "\n".join([comment, f"{indent}{item.name}:", *entries])
+            shown = "".join(f"\n{indent}  {name}: {yaml_value(entry)}" for name, entry in value.items())
         else:
-            yield f"{comment}\n{indent}{item.name}: {yaml_value(value)}"
-
-
-def _choices(hint: Any) -> str:
-    """Return choices and ranges, which the value itself does not show; empty for plain types."""
-    text = type_text(hint)
-    return text if get_origin(hint) is not None and any(sign in text for sign in "|≥≤<>") else ""
+            shown = f" {yaml_value(value)}"
+        lines = [*(f"{indent}# {line}" for line in comment), f"{indent}{key.name.rpartition('.')[2]}:{shown}"]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
 
 
 def yaml_value(value: Any) -> str:

@@ -73,9 +73,9 @@ def say_if_recorded() -> bool:
 
 def _command(config: RunConfig, process: str, *, cuda: bool) -> list[str]:
     """Return the nsys command for a `worker` or the `controller`, after saying what was changed in it."""
-    name = f"{process}_nsight_options"
-    options = vars(config.global_profiler.global_tool_config.nsys)[name]
-    command, notices = nsys_command(options, name, cuda=cuda)
+    nsys = config.global_profiler.global_tool_config.nsys
+    options = nsys.controller_nsight_options if process == "controller" else nsys.worker_nsight_options
+    command, notices = nsys_command(options, f"{process}_nsight_options", cuda=cuda)
     for line in notices:
         notice(line)
     return command

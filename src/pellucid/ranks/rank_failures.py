@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+from pellucid.errors import RunFailedError
 
-class RankFailedError(RuntimeError):
+
+class RankFailedError(RunFailedError):
     """A rank died, stalled, or raised what no user can mend; the message ends with the last lines of its log."""
 
     def __init__(self, where: str, what: str, log: Path) -> None:

@@ -59,7 +59,8 @@ class RunConfig:
 
     def pool_ranks(self, role: str) -> int:
         """Return how many ranks a role runs on: its own (`trainer.resource_pools`), or the policy's."""
-        return self.trainer.resource_pools.get(role, self.num_ranks)
+        own = (count for name, count in self.trainer.resource_pools.items() if name == role)
+        return next(own, self.num_ranks)
 
     def copy_ranks(self, role: str) -> int:
         """Return how many of a role's ranks hold one copy of its model between them."""
