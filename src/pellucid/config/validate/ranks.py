@@ -24,7 +24,8 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
         return
     if address not in (None, "auto") and not re.fullmatch(r"[^/\s]+:\d+", address):
         reason = f"'{address}' is no address of a cluster."
-        yield UserError("trainer.ray_address", reason, "Set it to host:port of its head, to auto, or to null.")
+        remedy = "Set it to host:port of its head, e.g. 10.0.0.1:6379, to auto, or to null."
+        yield UserError("trainer.ray_address", reason, remedy)
     if address is None and trainer.nnodes > 1:
         reason = f"{trainer.nnodes} machines, but trainer.ray_address: null starts a cluster on this machine alone."
         remedy = "Start Ray on each machine and set trainer.ray_address, e.g. to auto; or set nnodes to 1."
