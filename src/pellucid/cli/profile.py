@@ -101,7 +101,7 @@ def analyse(
     """
     from pellucid.observe.manifest import manifest_folder
     from pellucid.observe.report.assemble import read_manifest
-    from pellucid.observe.tools.npu import SUFFIX, Analysis
+    from pellucid.observe.tools.npu import SUFFIX
     from pellucid.observe.tools.npu import analyse as analyse_folder
 
     if not run.is_dir():
@@ -109,14 +109,10 @@ def analyse(
     folder = manifest_folder(run)
     files = [folder / file.path for file in read_manifest(folder).files if file.tool == "npu"]
     named = {parent for file in files for parent in file.parents if parent.name.endswith(SUFFIX)}
-    result = Analysis()
+    outcomes: dict[Path, str] = {}
     for capture in sorted(named) or [run]:
-        done = analyse_folder(capture, again=again)
-        result.parsed += done.parsed
-        result.already += done.already
-        result.failed += done.failed
-    for said, paths in (("analysed", result.parsed), ("analysed before", result.already), ("failed", result.failed)):
-        for path in paths:
-            console.print(f"{said}: {path}", style="red" if said == "failed" else "", markup=False, soft_wrap=True)
-    if result.failed:
+        outcomes |= analyse_folder(capture, again=again)
+    for path, said in outcomes.items():
+        console.print(f"{said}: {path}", style="red" if said == "failed" else "", markup=False, soft_wrap=True)
+    if "failed" in outcomes.values():
         raise typer.Exit(1)

@@ -7,10 +7,10 @@ and a line in `TOOLS`, or a class of the user's own by import path.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig
 from pellucid.stages import Stage, TokenSpans
@@ -70,58 +70,54 @@ class KeptInPartError(RuntimeError):
         self.files = files
 
 
-class Tool(Protocol):
-    """A profiling tool in one process. One capture at a time; whatever it raises is caught, said and recorded."""
+class Tool:
+    """A profiling tool in one process, an object for each capture; whatever it raises is caught, said and recorded."""
 
-    def __init__(self, settings: ToolSettings) -> None: ...
+    def __init__(self, settings: ToolSettings) -> None:
+        """Get ready for a capture."""
 
     @classmethod
     def check(cls, settings: ToolSettings) -> None:
-        """Find out, before any model is loaded, whether the tool can work here.
+        """Find out, before any model is loaded and before each capture, whether the tool can work here.
 
         Raises:
             UserError: it cannot; a missing package is a `MissingExtraError`.
         """
-        ...
 
     def warm_up(self, capture: Capture) -> None:
         """Begin to run for a capture whose `start` follows: what is collected until then is thrown away."""
-        ...
 
     def start(self, capture: Capture) -> None:
         """Begin to collect."""
-        ...
+        raise NotImplementedError
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a context that shows in the capture as a range of that name: a stage, a micro-batch."""
-        ...
+        return nullcontext()
 
     def stop(self) -> list[Path]:
-        """End the capture, write its files and return them (a folder stands for all files in it).
+        """End the capture, write its files and return them (a folder stands for all files in it); none where it only
+        warmed up.
 
         Files that another process writes only later, as nsys does, are returned by their future names.
 
         Raises:
             KeptInPartError: there are files of a part alone.
         """
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class TensorTool(Tool, Protocol):
+class TensorTool(Tool):
     """A tool that looks at what models compute, and so hears of each pass through them. Its captures are of stages."""
 
     def begin_pass(self, spans: TokenSpans, unit: str) -> None:
         """A pass through the stage's model begins: a micro-batch, a prefill, a decode step."""
-        ...
 
     def results(self, tensors: dict[str, torch.Tensor]) -> None:
         """The pass's output head, which is no module, has computed these."""
-        ...
 
     def end_mini_batch(self) -> None:
         """The optimizer has made its step, and gradients are still there."""
-        ...
 
 
 def free_path(path: Path) -> Path:

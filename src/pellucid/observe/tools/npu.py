@@ -8,20 +8,19 @@ import importlib
 import inspect
 import logging
 import multiprocessing
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import record_function
+from typing_extensions import override
 
 from pellucid.config.schema.profiler import NpuToolConfig
 from pellucid.errors import UserError
-from pellucid.observe.tools.base import Capture, ToolSettings
+from pellucid.observe.tools.base import Capture, Tool, ToolSettings
 
 log = logging.getLogger("pellucid.observe")
 
@@ -29,11 +28,9 @@ LEVELS = {"level_none": "Level_none", "level0": "Level0", "level1": "Level1", "l
 """From `tool_config.npu.level` to the name in `torch_npu.profiler.ProfilerLevel`."""
 SUFFIX, OUTPUT = "_ascend_pt", "ASCEND_PROFILER_OUTPUT"
 KEYS = "profiler.tool_config.npu"
-_MSPROF = ("PROFILING_MODE", "PROFILER_SAMPLECONFIG")
-"""Where msprof collects from the process already, torch_npu's profiler does nothing."""
 
 
-class NpuTool:
+class NpuTool(Tool):
     """Records with Ascend's profiler. Contents without npu and cpu, as the empty ones, mean both."""
 
     def __init__(self, settings: ToolSettings) -> None:
@@ -44,6 +41,7 @@ class NpuTool:
         self._folder = Path()
 
     @classmethod
+    @override
     def check(cls, settings: ToolSettings) -> None:
         """Find out whether the profiler works here and collects what it is asked for.
 
@@ -58,10 +56,11 @@ class NpuTool:
             reason = "'npu' profiles Ascend NPUs, and torch_npu finds none on this machine."
             raise UserError("global_profiler.tool", reason, "See whether `npu-smi info` lists one, or use tool: torch.")
 
+    @override
     def warm_up(self, capture: Capture) -> None:
-        """Let the profiler run without keeping anything."""
         self._begin(capture, warm_up=True)
 
+    @override
     def start(self, capture: Capture) -> None:
         """Begin to collect.
 
@@ -75,10 +74,12 @@ class NpuTool:
                 _aloud(type(self._profile).step, self._profile)
         self._collecting = True
 
+    @override
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a range, which shows on the NPU's timeline as well, where that is collected."""
         return self._marked(name) if "npu" in self._sources else record_function(name)
 
+    @override
     def stop(self) -> list[Path]:
         """End the capture, and parse its data if that is asked for."""
         profile, self._profile = self._profile, None
@@ -121,9 +122,7 @@ class NpuTool:
             _aloud(type(self._profile).start, self._profile)
             created = set(_folders(capture)) - before
             if not created:
-                holders = [name for name in _MSPROF if name in os.environ]
-                cause = f"; the process runs under msprof ({holders[0]} is set)" if holders else ""
-                raise RuntimeError(f"torch_npu's profiler made no folder{cause}")
+                raise RuntimeError("torch_npu's profiler made no folder, as where the process runs under msprof")
             self._folder = created.pop()
 
     @contextmanager
@@ -141,8 +140,6 @@ class NpuTool:
 
     def _experimental_config(self, npu: Any) -> Any:
         kind, level = npu._ExperimentalConfig, LEVELS[self._options.level]
-        # Older releases call the switch for ranges on the NPU's timeline msprof_tx; level_none has nothing but them.
-        ranges = "mstx" if "mstx" in inspect.signature(kind).parameters else "msprof_tx"
         metrics = "PipeUtilization" if level in ("Level1", "Level2") else "AiCoreNone"  # no metrics below level 1
         return kind(
             profiler_level=getattr(npu.ProfilerLevel, level),
@@ -150,7 +147,7 @@ class NpuTool:
             # Text has a trace that Perfetto and the report read, and any CANN can write it.
             export_type=npu.ExportType.Db if self._options.analysis == "db" else npu.ExportType.Text,
             data_simplification=True,
-            **{ranges: "npu" in self._sources},
+            mstx="npu" in self._sources,  # ranges on the NPU's timeline
         )
 
     @contextmanager
@@ -164,23 +161,15 @@ class NpuTool:
                 npu.mstx.range_end(mark)
 
 
-@dataclass(slots=True)
-class Analysis:
-    """What `analyse` did with each capture's folder."""
-
-    parsed: list[Path] = field(default_factory=list)
-    already: list[Path] = field(default_factory=list)
-    """Parsed before, and left as they are."""
-    failed: list[Path] = field(default_factory=list)
-    """torch_npu could not; it has printed why, and more is in their `logs`."""
-
-
-def analyse(folder: Path, *, again: bool = False) -> Analysis:
+def analyse(folder: Path, *, again: bool = False) -> dict[Path, str]:
     """Parse the captures below a folder, as `tool_config.npu.analysis` does during the run; no NPU is needed for it.
 
     Args:
         folder: a capture's own folder, or one that has some anywhere below, e.g. a run's `profile`.
         again: parse also what is parsed already.
+
+    Returns:
+        What became of each capture: `analysed`, `analysed before`, or `failed`, of which torch_npu has printed why.
 
     Raises:
         UserError: there is no capture, or torch_npu cannot be imported.
@@ -191,13 +180,11 @@ def analyse(folder: Path, *, again: bool = False) -> Analysis:
         reason = f"there is no capture of an NPU below it (a folder *{SUFFIX})."
         raise UserError(str(folder), reason, "Name a run, or a folder, that was profiled with tool: npu.")
     _import_torch_npu(str(folder))
-    result = Analysis()
+    outcomes = {}
     for capture in captures:
-        if _is_parsed(capture) and not again:
-            result.already.append(capture)
-        else:
-            (result.parsed if _parse(capture) else result.failed).append(capture)
-    return result
+        done = _is_parsed(capture) and not again
+        outcomes[capture] = "analysed before" if done else "analysed" if _parse(capture) else "failed"
+    return outcomes
 
 
 def _sources(options: NpuToolConfig) -> set[str]:

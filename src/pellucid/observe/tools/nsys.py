@@ -9,14 +9,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from pellucid.errors import UserError
 from pellucid.observe.nsys_command import CAPTURE_RANGE, DOMAIN, check_nsys, check_options
 from pellucid.observe.nsys_files import note_capture
 from pellucid.observe.nsys_process import own_recording
-from pellucid.observe.tools.base import Capture, ToolSettings
+from pellucid.observe.tools.base import Capture, Tool, ToolSettings
 
 
-class NsysTool:
+class NsysTool(Tool):
     """Opens and closes the captures of the nsys that records this process."""
 
     def __init__(self, settings: ToolSettings) -> None:
@@ -25,20 +27,19 @@ class NsysTool:
         self._ranges: list[Any] = []
 
     @classmethod
+    @override
     def check(cls, settings: ToolSettings) -> None:
         """Find out whether nsys is here and takes the options; under nsys already they have shown that they work."""
         check_nsys()
         if own_recording() is None:
             check_options(settings.global_options.nsys, cuda=settings.device == "cuda")
 
-    def warm_up(self, capture: Capture) -> None:
-        """Do nothing: nsys collects nothing outside of a capture, and has nothing to warm up."""
-
+    @override
     def start(self, capture: Capture) -> None:
         """Open a capture.
 
         Raises:
-            UserError: no nsys records this process, or it cannot see this version of `nvtx`.
+            UserError: no nsys records this process.
         """
         if self._recording is None:
             raise UserError(
@@ -53,12 +54,14 @@ class NsysTool:
             self._open(CAPTURE_RANGE)
         self._open(f"step_{capture.step}")
 
+    @override
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return an NVTX range."""
         import nvtx
 
         return nvtx.annotate(name, domain=DOMAIN)
 
+    @override
     def stop(self) -> list[Path]:
         """Close the capture, and return the name of the file that nsys writes later."""
         import nvtx
@@ -75,15 +78,7 @@ class NsysTool:
         """Open a range of the whole process: a capture may end in another thread than it began."""
         import nvtx
 
-        opened: Any = nvtx.start_range(name, domain=DOMAIN)
-        if opened is None:  # since 0.2.12 the package asks the tool whether it listens; older tools cannot answer
-            raise UserError(
-                "global_profiler.tool",
-                "nsys: this nsys is too old for the installed version of the package 'nvtx', and would record no "
-                "range.",
-                "Update Nsight Systems, or: pip install 'nvtx<0.2.12'",
-            )
-        self._ranges.append(opened)
+        self._ranges.append(nvtx.start_range(name, domain=DOMAIN))
 
 
 def _cudart() -> Any:

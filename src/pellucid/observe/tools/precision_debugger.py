@@ -6,17 +6,17 @@ and msprobe's own tools.
 
 import importlib
 import time
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from pellucid.config.schema.msprobe_json import read_json
 from pellucid.errors import MissingExtraError
-from pellucid.observe.tools.base import Capture, KeptInPartError, ToolSettings
+from pellucid.observe.tools.base import Capture, KeptInPartError, TensorTool, ToolSettings
 from pellucid.precision.capture import NativeSession
 from pellucid.precision.dump import About
 from pellucid.precision.naming import class_name
@@ -24,8 +24,8 @@ from pellucid.precision.statistics import Measurer
 from pellucid.stages import TokenSpans
 
 
-class PrecisionDebuggerTool:
-    """See `TensorTool`."""
+class PrecisionDebuggerTool(TensorTool):
+    """Measures what a stage computes, with our own hooks or msprobe's."""
 
     def __init__(self, settings: ToolSettings) -> None:
         self._options, self._device = settings.global_options.precision_debugger, settings.device
@@ -38,8 +38,9 @@ class PrecisionDebuggerTool:
             Measurer(torch.device(settings.device)).warm_up((torch.float32, torch.bfloat16, torch.int64, torch.bool))
 
     @classmethod
+    @override
     def check(cls, settings: ToolSettings) -> None:
-        """See `Tool.check`.
+        """Find out whether the backend works here.
 
         Raises:
             UserError: msprobe is asked for, and refuses its config; a `MissingExtraError` where it is not installed.
@@ -48,11 +49,8 @@ class PrecisionDebuggerTool:
         if options.backend == "msprobe":
             _msprobe().check(str(options.config_path), options.level)
 
-    def warm_up(self, capture: Capture) -> None:
-        """See `Tool.warm_up`; numbers need none."""
-
+    @override
     def start(self, capture: Capture) -> None:
-        """See `Tool.start`."""
         assert capture.stage is not None and capture.models, "captures are of stages, and those have models"
         folder = capture.folder / f"step_{capture.step}" / capture.stage
         # Dynamic sampling runs stages again, windows cut them up, and a resumed run may repeat a step.
@@ -81,27 +79,23 @@ class PrecisionDebuggerTool:
         session.begin()
         self._session = session
 
-    def range(self, name: str) -> AbstractContextManager[object]:
-        """See `Tool.range`; files of numbers have no time axis to mark."""
-        return nullcontext()
-
+    @override
     def begin_pass(self, spans: TokenSpans, unit: str) -> None:
-        """See `TensorTool.begin_pass`."""
         if self._session is not None:
             self._session.begin_pass(spans, unit)
 
+    @override
     def results(self, tensors: dict[str, torch.Tensor]) -> None:
-        """See `TensorTool.results`."""
         if self._session is not None:
             self._session.results(tensors)
 
+    @override
     def end_mini_batch(self) -> None:
-        """See `TensorTool.end_mini_batch`."""
         if self._session is not None:
             self._session.end_mini_batch()
 
+    @override
     def stop(self) -> list[Path]:
-        """See `Tool.stop`."""
         session, self._session = self._session, None
         assert session is not None
         files = session.save(self._folder)

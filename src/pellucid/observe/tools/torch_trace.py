@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler.profiler import _KinetoProfile
+from typing_extensions import override
 
 from pellucid.errors import UserError
-from pellucid.observe.tools.base import Capture, ToolSettings, free_path
+from pellucid.observe.tools.base import Capture, Tool, ToolSettings, free_path
 
 _INJECTED = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 
 
-class TorchTool:
+class TorchTool(Tool):
     """Records with PyTorch's profiler; a capture gives one trace."""
 
     def __init__(self, settings: ToolSettings) -> None:
@@ -28,12 +29,18 @@ class TorchTool:
         if not contents & {"cpu", "cuda"}:
             contents |= {"cpu", "cuda"} if settings.device == "cuda" else {"cpu"}
         names = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
-        self._activities = [activity for name, activity in names.items() if name in contents]
-        self._contents = contents
-        self._profile: _KinetoProfile | None = None
+        self._profile = _KinetoProfile(
+            activities=[activity for name, activity in names.items() if name in contents],
+            record_shapes="shapes" in contents,
+            profile_memory="memory" in contents,
+            with_stack="stack" in contents,
+            with_modules="module" in contents,
+        )
+        self._is_warm = False
         self._capture: Capture | None = None
 
     @classmethod
+    @override
     def check(cls, settings: ToolSettings) -> None:
         """Find out whether the profiler can see what it is asked for.
 
@@ -54,46 +61,36 @@ class TorchTool:
                 "Start the run without it, or use tool: nsys.",
             )
 
+    @override
     def warm_up(self, capture: Capture) -> None:
-        """Let the profiler run without keeping anything."""
-        self._profile = _KinetoProfile(
-            activities=self._activities,
-            record_shapes="shapes" in self._contents,
-            profile_memory="memory" in self._contents,
-            with_stack="stack" in self._contents,
-            with_modules="module" in self._contents,
-        )
         self._profile.prepare_trace()
+        self._is_warm = True
 
+    @override
     def start(self, capture: Capture) -> None:
-        """Begin to collect."""
-        if self._profile is None:
-            self.warm_up(capture)
-        assert self._profile is not None
+        if not self._is_warm:
+            self._profile.prepare_trace()
         self._capture = capture
         self._profile.start_trace()
         if not torch.distributed.is_initialized():  # readers of traces of several ranks expect it
             about = {"backend": "none", "rank": capture.rank, "world_size": capture.num_ranks, "pg_count": 0}
             self._profile.add_metadata_json("distributedInfo", json.dumps(about))
 
+    @override
     def range(self, name: str) -> AbstractContextManager[object]:
-        """Return a range of the trace."""
         return record_function(name)
 
+    @override
     def stop(self) -> list[Path]:
-        """End the capture and write its trace, compressed."""
-        profile, self._profile = self._profile, None
-        capture, self._capture = self._capture, None
-        assert profile is not None
-        if capture is None:  # it was only warming up, which torch ends in no other way
-            profile.start_trace()
-            profile.stop_trace()
+        if self._capture is None:  # it was only warming up, which torch ends in no other way
+            self._profile.start_trace()
+            self._profile.stop_trace()
             return []
-        profile.stop_trace()
-        path = free_path(capture.folder / f"{capture.name}.json.gz")
+        self._profile.stop_trace()
+        path = free_path(self._capture.folder / f"{self._capture.name}.json.gz")
         plain, partial = path.with_suffix(".partial"), path.with_suffix(".partial.gz")
         try:
-            profile.export_chrome_trace(str(plain))
+            self._profile.export_chrome_trace(str(plain))
             # torch's own way to a .gz compresses as well as it can, which takes ten times as long for 30% less.
             with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
                 shutil.copyfileobj(source, target, length=1024**2)
