@@ -624,7 +624,6 @@ def test_the_merge_command(tmp_path):
     [
         (["report", "nowhere"], "does not exist"),
         (["report", "run", "--html", "."], "cannot be written"),
-        (["analyse", "nowhere"], "does not exist"),
     ],
 )
 def test_mistakes_are_said(tmp_path, monkeypatch, words, says):
@@ -635,6 +634,6 @@ def test_mistakes_are_said(tmp_path, monkeypatch, words, says):
 
 
 def test_help_teaches_by_example():
-    for name in ("report", "merge", "analyse"):
+    for name in ("report", "merge"):
         status, output = command(name, "--help")
         assert status == 0 and f"pellucid profile {name} outputs/" in output

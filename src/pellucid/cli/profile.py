@@ -1,6 +1,6 @@
-"""`pellucid profile report|merge|analyse`: what a run's timeline and captures say, without starting anything.
+"""`pellucid profile report|merge`: what a run's timeline and captures say, without starting anything.
 
-Reads run directories. Torch is imported by `analyse` alone.
+Reads run directories, without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import typer
 
 from pellucid.cli.output import write_output
 from pellucid.console import console
-from pellucid.errors import UserError
 from pellucid.files.rundir import RunDir
 
 app = typer.Typer(
@@ -88,31 +87,3 @@ def merge(
         markup=False,
         soft_wrap=True,
     )
-
-
-@app.command()
-def analyse(
-    run: Annotated[Path, typer.Argument(help="A run, or a folder of captures.")],
-    again: Annotated[bool, typer.Option("--again", help="Also what is analysed already.")] = False,
-) -> None:
-    """Parse what the npu tool collected with analysis: false. No NPU is needed, but torch_npu and CANN are.
-
-    [bold]pellucid profile analyse outputs/pellucid/demo[/bold]
-    """
-    from pellucid.observe.manifest import manifest_folder
-    from pellucid.observe.report.assemble import read_manifest
-    from pellucid.observe.tools.npu import SUFFIX
-    from pellucid.observe.tools.npu import analyse as analyse_folder
-
-    if not run.is_dir():
-        raise UserError("RUN", f"the folder '{run}' does not exist.", "Give a run, or a folder of captures.")
-    folder = manifest_folder(run)
-    files = [folder / file.path for file in read_manifest(folder).files if file.tool == "npu"]
-    named = {parent for file in files for parent in file.parents if parent.name.endswith(SUFFIX)}
-    outcomes: dict[Path, str] = {}
-    for capture in sorted(named) or [run]:
-        outcomes |= analyse_folder(capture, again=again)
-    for path, said in outcomes.items():
-        console.print(f"{said}: {path}", style="red" if said == "failed" else "", markup=False, soft_wrap=True)
-    if "failed" in outcomes.values():
-        raise typer.Exit(1)

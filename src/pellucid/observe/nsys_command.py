@@ -4,20 +4,16 @@ do.
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
-import tempfile
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
-from pellucid.config.schema.profiler import GlobalNsysConfig
 from pellucid.errors import MissingExtraError, UserError
-from pellucid.observe.nsys_process import record
+from pellucid.observe.nsys_process import PROBLEM
 
 DOMAIN, CAPTURE_RANGE = "pellucid", "capture"
 """NVTX domain of all ranges, and the range in it that opens a capture where CUDA's own calls cannot."""
-TRY_S = 30.0
-"""How long nsys may take to write its file of a program that does nothing."""
 _KEY = "global_profiler.global_tool_config.nsys"
 _OURS = ("output", "force-overwrite", "session-new")
 _GPU_TRACES = ("cuda", "cublas", "cudnn", "cusparse", "cusolver", "cufft", "nvvideo")
@@ -85,12 +81,11 @@ def has_cuda(device: str) -> bool:
     return driver and not importlib.metadata.version("torch").endswith("+cpu")
 
 
-@cache
 def check_nsys() -> None:
     """Find out whether nsys and the package `nvtx` are here.
 
     Raises:
-        UserError: nsys is not on PATH.
+        UserError: nsys is not on PATH, or did not start this process as it was asked to.
         MissingExtraError: nvtx is not installed.
     """
     if shutil.which("nsys") is None:
@@ -101,23 +96,5 @@ def check_nsys() -> None:
         )
     if importlib.util.find_spec("nvtx") is None:
         raise MissingExtraError("global_profiler.tool", "nvtx", "profile")
-
-
-def check_options(options: GlobalNsysConfig, *, cuda: bool) -> None:
-    """Find out, by recording a program that does nothing, whether the nsys of this machine takes the options.
-
-    Raises:
-        UserError: it does not; with what it says.
-    """
-    check_nsys()
-    for name in ("worker_nsight_options", "controller_nsight_options"):
-        command, _ = nsys_command(vars(options)[name], name, cuda=cuda)
-        if problem := _try(tuple(command)):
-            raise UserError(f"{_KEY}.{name}", problem, "See `nsys profile --help` for what this version takes.")
-
-
-@cache
-def _try(command: tuple[str, ...]) -> str:
-    """Record a program that does nothing, and return what went wrong."""
-    with tempfile.TemporaryDirectory(prefix="pellucid-") as folder:
-        return record(command, Path(folder, "try"), ["true"], TRY_S)[1]
+    if (problem := os.environ.get(PROBLEM)) is not None:
+        raise UserError(_KEY, problem, "See `nsys profile --help` for the options that this version takes.")

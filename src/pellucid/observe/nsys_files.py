@@ -5,7 +5,6 @@ too.
 """
 
 import shutil
-import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -34,22 +33,7 @@ def note_capture(recording: Recording, capture: Capture) -> Path:
     path = free_path(capture.folder.absolute() / (name + report_suffix()))
     if recording.capture_range is None and number > 1:
         return path  # one file holds all, and is named after the first
-    note = ProfileFile(
-        path=str(path),
-        bytes=None,
-        tool="nsys",
-        role=capture.role,
-        stage=capture.stage,
-        step=capture.step,
-        rank=capture.rank,
-        num_ranks=capture.num_ranks,
-        pid=capture.pid,
-        process=raw.name,
-        host=socket.gethostname(),
-        call=capture.call,
-        window=capture.window,
-        started_at=time.time(),
-    )
+    note = capture.file(str(path), None, "nsys", raw.name, time.time())
     Journal(raw.parent, raw.name).add(note)
     return path
 

@@ -30,6 +30,8 @@ AFTER_S = 180.0
 """How long program and nsys together may take to end once the program's work is done."""
 VARIABLE = "PELLUCID_NSYS"
 """Environment variable by which a recorded process knows its `Recording`."""
+PROBLEM = "PELLUCID_NSYS_PROBLEM"
+"""Environment variable by which a process that should be recorded knows why it is not."""
 DONE, LOG = ".done", ".log"
 
 
@@ -210,10 +212,10 @@ def main() -> None:
     settings, program = json.loads(sys.argv[1]), [sys.executable, *sys.argv[2:]]
     if shutil.which("nsys") is not None:
         status, problem = record(settings["nsys"], Path(settings["raw"]), program)
-        if problem:
-            sys.stderr.write(f"profiling: {problem}\n")
         if status is not None:
+            sys.stderr.write(f"profiling: {problem}\n" if problem else "")
             sys.exit(status)
+        os.environ[PROBLEM] = problem
     os.execv(program[0], program)
 
 

@@ -6,7 +6,6 @@ units of work, which count for the stage of the task that they run in. Outside o
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 import time
@@ -378,18 +377,15 @@ class ProcessProfiler:
             self._opened.remove(opened)
             ended_at = time.time()
             self._on_write()
-            self.writing = True
-            with (
-                ExitStack() as ending,
-                self.spans.detail(WRITE, step=opened.capture.step),
-                self._guarded("stop", opened.capture, opened.role),
-            ):
-                ending.callback(setattr, self, "writing", False)
+            with self.spans.detail(WRITE, step=opened.capture.step), self._guarded("stop", opened.capture, opened.role):
+                self.writing = True
                 try:
                     paths = opened.tool.stop()
                 except KeptInPartError as error:
                     entries += self._write_down_files(opened, error.files, ended_at, units)
                     raise
+                finally:
+                    self.writing = False
                 if opened.collecting:
                     entries += self._write_down_files(opened, paths, ended_at, units)
                     if not entries:
@@ -401,26 +397,11 @@ class ProcessProfiler:
     ) -> list[ProfileFile]:
         """Write down the files of a capture that has ended, and return their entries."""
         assert self.request is not None
-        capture, request, entries = opened.capture, self.request, list[ProfileFile]()
+        request, entries = self.request, list[ProfileFile]()
         for path in plain_files(map(Path, paths)):
-            entry = ProfileFile(
-                path=shown_path(path, request.journal.parent),
-                bytes=path.stat().st_size if path.exists() else None,
-                tool=opened.role.tool,
-                role=capture.role,
-                stage=capture.stage,
-                step=capture.step,
-                rank=capture.rank,
-                num_ranks=capture.num_ranks,
-                pid=capture.pid,
-                process=request.process,
-                host=socket.gethostname(),
-                call=capture.call,
-                window=capture.window,
-                units=units,
-                started_at=opened.started_at,
-                duration_s=round(ended_at - opened.started_at, 6),
-            )
+            shown, size = shown_path(path, request.journal.parent), path.stat().st_size if path.exists() else None
+            entry = opened.capture.file(shown, size, opened.role.tool, request.process, opened.started_at)
+            entry.units, entry.duration_s = units, round(ended_at - opened.started_at, 6)
             self._write_down(entry)
             entries.append(entry)
         written = sum(entry.bytes or 0 for entry in entries)

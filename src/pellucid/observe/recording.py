@@ -18,8 +18,8 @@ from pellucid.errors import UserError
 from pellucid.observe import nsys_files, nsys_process
 from pellucid.observe.captures import controller_request, finish, save_folder
 from pellucid.observe.manifest import JOURNALS, manifest_folder
-from pellucid.observe.nsys_command import DOMAIN, check_options, has_cuda, nsys_command
-from pellucid.observe.nsys_process import VARIABLE, own_recording, record
+from pellucid.observe.nsys_command import DOMAIN, check_nsys, has_cuda, nsys_command
+from pellucid.observe.nsys_process import PROBLEM, VARIABLE, own_recording, record
 from pellucid.observe.request import ProcessRequest
 
 RAW_PREFIX = "nsys-in-progress-"
@@ -45,18 +45,19 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
     request = controller_request(config, run_dir, tuple(config.profilers) if local else (), "cpu")
     if config.trainer.val_only or own_recording() is not None or not _wants_nsys(request):
         return None
-    cuda = has_cuda(config.trainer.device)
     try:
-        check_options(config.global_profiler.global_tool_config.nsys, cuda=cuda)
+        check_nsys()
     except UserError:
         return None  # `check_tools` finds the same, and says what follows from it
-    command = _command(config, "worker" if local else "controller", cuda=cuda)
+    command = _command(config, "worker" if local else "controller", cuda=has_cuda(config.trainer.device))
     raw, began = _raw_folder(config, run_dir), time.time()
     # As the installed command does, without the current folder among the places of modules.
     status, problem = record(command, raw / "controller", [sys.executable, "-P", "-c", _MAIN, *arguments])
     captured = _finish_files(raw, run_dir)
-    if problem:
-        _say_problem(problem if status is not None else f"{problem}. The run goes on without it.")
+    if status is None:
+        os.environ[PROBLEM] = problem  # for `check_tools`
+    elif problem:
+        _say_problem(problem)
     # Otherwise the run did not come to a profiled step, and what earlier starts left has been dealt with.
     if captured:
         finish(config, run_dir, since=began)

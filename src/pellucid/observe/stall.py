@@ -13,7 +13,6 @@ import linecache
 import mmap
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
 from pellucid.observe.watchdog import ASKED, BEAT_BYTES, STALL_SIGNAL, STATE, TAKEN, Stall, Watchdog, read_stall
 
-_NATIVE_STACKS_S = 20.0
 _NUM_FRAMES = 6
 
 
@@ -127,7 +125,7 @@ def write_report(
         run_dir: the run.
         stall: where it stands.
         stacks_file: descriptor of what faulthandler dumped of all threads of the process.
-        pid: the stalled process; py-spy, where it is installed, adds the native frames.
+        pid: the stalled process.
         main_thread: identifier of its main thread.
         samples: what it works on, where that is known.
     """
@@ -135,7 +133,7 @@ def write_report(
     file = run_dir.logs / datetime.now(UTC).strftime("stall_%Y%m%dT%H%M%SZ.txt")
     latest = CheckpointStore(run_dir.checkpoints).latest()
     working_on = [f"working on {', '.join(samples[:3])}{' …' if len(samples) > 3 else ''}"] if samples else []
-    content = "\n".join([str(stall), f"process {pid}", *working_on, "", stacks + _native_stacks(pid)])
+    content = "\n".join([str(stall), f"process {pid}", *working_on, "", stacks])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
@@ -166,19 +164,6 @@ def main_frames(stacks: str, main_thread: int) -> list[str]:
     ] or ["  not known"]
 
 
-def _native_stacks(pid: int) -> str:
-    """Return the process's stacks with native frames by py-spy, or nothing where that is not installed."""
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=Path(sys.executable).parent)
-    if program is None:
-        return ""
-    command = [program, "dump", "--native", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NATIVE_STACKS_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"\npy-spy: {error}\n"
-    return f"\nwith native frames:\n{done.stdout or done.stderr}"
-
-
 def record_end(run_dir: RunDir, pid: int, reason: str) -> None:
     """Write why the process ended into run.json, if it has an entry there (validation alone has none)."""
     starts = run_dir.read_record()
@@ -187,13 +172,8 @@ def record_end(run_dir: RunDir, pid: int, reason: str) -> None:
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
-    """Terminate processes, and kill those that are still there after two seconds."""
+    """Kill processes, but for multiprocessing's resource tracker, which cleans up after the others and ends."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    for process in psutil.wait_procs(processes, timeout=2.0)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            # multiprocessing's resource tracker ignores SIGTERM: it cleans up after the others when they are gone, and
-            # ends.
             if "resource_tracker" not in " ".join(process.cmdline()):
                 process.kill()

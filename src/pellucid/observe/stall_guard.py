@@ -18,7 +18,7 @@ import psutil
 from pellucid.observe.watchdog import ASKED, BEAT_BYTES, KILLED, STALL_SIGNAL, STATE, TAKEN, Stall, read_stall
 
 _POLL_S, _SUSPENDED_S = 1.0, 5.0
-_REACH_MAIN_S, _UNWIND_S = 3.0, 60.0
+_REACH_MAIN_S, _UNWIND_S = 3.0, 30.0
 """How long the run's main thread may take to hear of the stall, and then to write its report and end."""
 
 

@@ -56,7 +56,7 @@ class NpuToolConfig:
     the CANN runtime and AI CPU."""
     analysis: Annotated[Literal["off", "text", "db"], Alias(True, "text"), Alias(False, "off")] = "text"
     """Parse the data as soon as it is collected, to a trace and tables as text, or to a database; off leaves it to
-    `pellucid profile analyse`. true is text, false is off."""
+    `torch_npu.profiler.profiler.analyse`. true is text, false is off."""
     discrete: bool = False
     """One capture for each stage instead of one for each step."""
 

@@ -7,12 +7,14 @@ and a line in `TOOLS`, or a class of the user's own by import path.
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig
+from pellucid.observe.manifest import ProfileFile
 from pellucid.stages import Stage, TokenSpans
 
 if TYPE_CHECKING:  # what only reads requests does without torch
@@ -62,6 +64,26 @@ class Capture:
         return f"{self.role}_{what}_step{self.step}{again}_rank{self.rank}-of-{self.num_ranks}_pid{self.pid}"
 
 
+    def file(self, path: str, num_bytes: int | None, tool: str, process: str, started_at: float) -> ProfileFile:
+        """Return the manifest's entry of a file of this capture."""
+        return ProfileFile(
+            path=path,
+            bytes=num_bytes,
+            tool=tool,
+            role=self.role,
+            stage=self.stage,
+            step=self.step,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            pid=self.pid,
+            process=process,
+            host=socket.gethostname(),
+            call=self.call,
+            window=self.window,
+            started_at=started_at,
+        )
+
+
 class KeptInPartError(RuntimeError):
     """A capture failed, and what it had until then is in `files`; the cause is its own."""
 
@@ -89,7 +111,6 @@ class Tool:
 
     def start(self, capture: Capture) -> None:
         """Begin to collect."""
-        raise NotImplementedError
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a context that shows in the capture as a range of that name: a stage, a micro-batch."""
@@ -104,7 +125,7 @@ class Tool:
         Raises:
             KeptInPartError: there are files of a part alone.
         """
-        raise NotImplementedError
+        return []
 
 
 class TensorTool(Tool):

@@ -1,12 +1,11 @@
 """The profiler of Ascend NPUs, `torch_npu.profiler`: what host and NPU do, as a folder of raw data that it also parses.
 
 A capture gives one folder, `<name>_<pid>_<time>_ascend_pt`, for MindStudio Insight; once parsed as text, its
-`ASCEND_PROFILER_OUTPUT/trace_view.json` opens in Perfetto too. `analyse` parses later what a run did not.
+`ASCEND_PROFILER_OUTPUT/trace_view.json` opens in Perfetto too.
 """
 
 import importlib
 import inspect
-import logging
 import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,11 +21,8 @@ from pellucid.config.schema.profiler import NpuToolConfig
 from pellucid.errors import UserError
 from pellucid.observe.tools.base import Capture, Tool, ToolSettings
 
-log = logging.getLogger("pellucid.observe")
-
 LEVELS = {"level_none": "Level_none", "level0": "Level0", "level1": "Level1", "level2": "Level2"}
 """From `tool_config.npu.level` to the name in `torch_npu.profiler.ProfilerLevel`."""
-SUFFIX, OUTPUT = "_ascend_pt", "ASCEND_PROFILER_OUTPUT"
 KEYS = "profiler.tool_config.npu"
 
 
@@ -52,7 +48,7 @@ class NpuTool(Tool):
         if options.level != "level0" and "npu" not in _sources(options):
             reason = f"'{options.level}' says how deep to look into the NPU, of which nothing is collected."
             raise UserError(f"{KEYS}.level", reason, f"Add 'npu' to {KEYS}.contents, or leave level0.")
-        if not _import_torch_npu("global_profiler.tool").npu.is_available():
+        if not _import_torch_npu().npu.is_available():
             reason = "'npu' profiles Ascend NPUs, and torch_npu finds none on this machine."
             raise UserError("global_profiler.tool", reason, "See whether `npu-smi info` lists one, or use tool: torch.")
 
@@ -92,19 +88,15 @@ class NpuTool(Tool):
             profile.stop()
         if not collected:
             return []  # it was only warming up, and has deleted its folder
-        if self._options.analysis != "off" and not _parse(self._folder):
-            log.warning(
-                "torch_npu could not parse %s; its messages are above, and the raw data is kept: "
-                "put it right and run `pellucid profile analyse`",
-                self._folder,
-            )
+        if self._options.analysis != "off":
+            _parse(self._folder)
         return [self._folder]
 
     def _begin(self, capture: Capture, *, warm_up: bool) -> None:
         npu = importlib.import_module("torch_npu.profiler")
-        contents, before = self._options.contents, set(_folders(capture))
-        # Parsing is left to `stop`, so that a capture which failed is not parsed, and so that failing to parse is
-        # noticed. The handler puts folder and name into a global, hence none is made before.
+        contents = self._options.contents
+        # Parsing is left to `stop`, so that a capture which failed is not parsed. The handler puts folder and name into
+        # a global, hence none is made before.
         handler = _aloud(npu.tensorboard_trace_handler, str(capture.folder), _worker_name(capture), analyse_flag=False)
         actions = [npu.ProfilerAction.WARMUP] * warm_up + [npu.ProfilerAction.RECORD_AND_SAVE]
         self._profile = npu.profile(
@@ -120,10 +112,9 @@ class NpuTool(Tool):
         )
         with self._given_up_on_error():
             _aloud(type(self._profile).start, self._profile)
-            created = set(_folders(capture)) - before
-            if not created:
+            if not self._profile.prof_if.prof_path:
                 raise RuntimeError("torch_npu's profiler made no folder, as where the process runs under msprof")
-            self._folder = created.pop()
+            self._folder = Path(self._profile.prof_if.prof_path)
 
     @contextmanager
     def _given_up_on_error(self) -> Iterator[None]:
@@ -161,39 +152,9 @@ class NpuTool(Tool):
                 npu.mstx.range_end(mark)
 
 
-def analyse(folder: Path, *, again: bool = False) -> dict[Path, str]:
-    """Parse the captures below a folder, as `tool_config.npu.analysis` does during the run; no NPU is needed for it.
-
-    Args:
-        folder: a capture's own folder, or one that has some anywhere below, e.g. a run's `profile`.
-        again: parse also what is parsed already.
-
-    Returns:
-        What became of each capture: `analysed`, `analysed before`, or `failed`, of which torch_npu has printed why.
-
-    Raises:
-        UserError: there is no capture, or torch_npu cannot be imported.
-    """
-    inside = [folder] if folder.name.endswith(SUFFIX) else folder.rglob(f"*{SUFFIX}")
-    captures = sorted(path for path in inside if path.is_dir())
-    if not captures:
-        reason = f"there is no capture of an NPU below it (a folder *{SUFFIX})."
-        raise UserError(str(folder), reason, "Name a run, or a folder, that was profiled with tool: npu.")
-    _import_torch_npu(str(folder))
-    outcomes = {}
-    for capture in captures:
-        done = _is_parsed(capture) and not again
-        outcomes[capture] = "analysed before" if done else "analysed" if _parse(capture) else "failed"
-    return outcomes
-
-
 def _sources(options: NpuToolConfig) -> set[str]:
     """Return what is collected from, of npu and cpu; without cpu the profiler captures nothing."""
     return {"cpu"} | ({"npu", "cpu"} & set(options.contents) or {"npu"})
-
-
-def _folders(capture: Capture) -> list[Path]:
-    return list(capture.folder.glob(f"{_worker_name(capture)}_*{SUFFIX}"))
 
 
 def _worker_name(capture: Capture) -> str:
@@ -201,32 +162,14 @@ def _worker_name(capture: Capture) -> str:
     return capture.name if capture.stage is not None else capture.name.replace("_step_step", "_step")
 
 
-def _is_parsed(folder: Path) -> bool:
-    """Tell whether there is a whole trace.
-
-    torch_npu ends its work with `analyse.done` whether or not any part of it succeeded; and it writes the trace's first
-    half, of the CPU, before it looks at the NPU's data, so that without these the JSON array stays open, or ends in a
-    comma.
-    """
-    output = folder / OUTPUT
-    trace = output / "trace_view.json"
-    if not trace.exists():
-        return any(output.glob("*.db"))
-    with trace.open("rb") as file:
-        file.seek(max(0, trace.stat().st_size - 2))
-        end = file.read()
-    return end.endswith(b"]") and end != b",]"
-
-
-def _parse(folder: Path) -> bool:
-    """Let torch_npu parse a capture, in processes of its own, and return whether that gave a trace."""
+def _parse(folder: Path) -> None:
+    """Let torch_npu parse a capture, in processes of its own; it prints what goes wrong."""
     profiler = importlib.import_module("torch_npu.profiler.profiler")
     start_method = multiprocessing.get_start_method(allow_none=True)
     try:
-        _aloud(profiler.analyse, profiler_path=str(folder), max_process_number=1)
+        profiler.analyse(profiler_path=str(folder), max_process_number=1)
     finally:
         multiprocessing.set_start_method(start_method, force=True)  # it sets fork, for the whole process
-    return _is_parsed(folder)
 
 
 def _aloud(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -234,8 +177,8 @@ def _aloud(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return inspect.unwrap(function)(*args, **kwargs)
 
 
-def _import_torch_npu(name: str) -> Any:
-    """Return torch_npu; `name` is what needs it.
+def _import_torch_npu() -> Any:
+    """Return torch_npu.
 
     Raises:
         UserError: it cannot be imported.
@@ -245,7 +188,7 @@ def _import_torch_npu(name: str) -> Any:
     except (ImportError, OSError, RuntimeError) as error:  # not installed; without CANN; beside another accelerator
         release = ".".join(torch.__version__.split(".")[:2])
         raise UserError(
-            name,
+            "global_profiler.tool",
             f"needs the package 'torch_npu', which cannot be imported: {error}.",
             f"Install Ascend's CANN, source its set_env.sh, and install torch-npu=={release}.*, the release for this "
             "torch.",

@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from pellucid.errors import UserError
-from pellucid.observe.nsys_command import CAPTURE_RANGE, DOMAIN, check_nsys, check_options
+from pellucid.observe.nsys_command import CAPTURE_RANGE, DOMAIN, check_nsys
 from pellucid.observe.nsys_files import note_capture
 from pellucid.observe.nsys_process import own_recording
 from pellucid.observe.tools.base import Capture, Tool, ToolSettings
@@ -29,10 +29,8 @@ class NsysTool(Tool):
     @classmethod
     @override
     def check(cls, settings: ToolSettings) -> None:
-        """Find out whether nsys is here and takes the options; under nsys already they have shown that they work."""
+        """Find out whether nsys is here, and has not failed to start this process."""
         check_nsys()
-        if own_recording() is None:
-            check_options(settings.global_options.nsys, cuda=settings.device == "cuda")
 
     @override
     def start(self, capture: Capture) -> None:
