@@ -95,11 +95,6 @@ class TokenSpan:
     """Which tokens of a response the pass predicts, its last one included; None: all of them."""
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a module or parameter without what FSDP, the first, puts into it."""
-    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
-
-
 PREFILL = "prefill"
 """What a pass over prompts alone is called."""
 TokenSpans = Callable[[], list[TokenSpan]]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -48,9 +47,6 @@ class NativeSession:
         self.error: Exception | None = None
         """What a hook raised; nothing was recorded after it."""
         self._models, self._about, self._with_modules = tuple(models), about, modules
-        parts = [module for model in models for module in model.modules()]
-        self._unit = next((module for module in parts if isinstance(module, FullyShardedDataParallel)), None)
-        """One of the first FSDP's, which holds parameters as slices of a flat shard."""
         first = next((parameter for model in models for parameter in model.parameters()), None)
         self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
         self._operators = OperatorRecorder(self._recorder, self._inside, self._guarded) if operators else None
@@ -184,7 +180,7 @@ class NativeSession:
         if _reads_once(module):
             self._handles.append(module.register_full_backward_hook(self._guarded(partial(self._backward, prefix))))
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and not isinstance(parameter, DTensor) and self._unit is None:
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
                 hook = self._guarded(partial(self._parameter_gradient, prefix, name))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -239,9 +235,6 @@ class NativeSession:
         if isinstance(tensor, DTensor):
             mesh, cut = tensor.device_mesh, [at for at, how in enumerate(tensor.placements) if isinstance(how, Shard)]
             shard = (mesh.get_local_rank(cut[0]), mesh.size(cut[0])) if cut else None
-        elif self._unit is not None and self._unit.sharding_strategy is not ShardingStrategy.NO_SHARD:
-            group = self._unit.process_group
-            shard = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         return self._recorder.leaf(tensor, shard, of_tokens=False)
 
     # --- around ------------------------------------------------------------------------------------------------------

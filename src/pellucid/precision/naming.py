@@ -6,22 +6,13 @@ From the model objects that a stage runs to msprobe's `Module.<path>.<Class>`.
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-from pellucid.stages import plain_name
+from torch.distributed.fsdp import FSDPModule
 
 
 def class_name(module: torch.nn.Module) -> str:
     """Return the class that the model's author wrote: FSDP2 puts one of its own in its place."""
     kind = type(module)
     return kind.__bases__[1].__name__ if isinstance(module, FSDPModule) else kind.__name__
-
-
-def plain_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield path and module of the model, whose path is empty, and of all in it but FSDP's wrappers."""
-    for name, module in model.named_modules():
-        if not isinstance(module, FullyShardedDataParallel):
-            yield plain_name(name), module
 
 
 def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -31,7 +22,7 @@ def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
     """
     for index, model in enumerate(models):
         prefix = f"{index}." if len(models) > 1 else ""
-        for path, module in plain_modules(model):
+        for path, module in model.named_modules():
             if path:
                 yield prefix + path, module
 

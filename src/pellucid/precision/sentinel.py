@@ -26,8 +26,8 @@ from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.precision.capture import NativeSession
 from pellucid.precision.dump import About, StageDump
 from pellucid.precision.finding import HEAD, Finding, first_bad, not_found_again
-from pellucid.precision.naming import class_name, plain_modules
-from pellucid.stages import PREFILL, ROLE_OF, Stage, TokenSpans, Unit, plain_name
+from pellucid.precision.naming import class_name
+from pellucid.stages import PREFILL, ROLE_OF, Stage, TokenSpans, Unit
 
 OUTPUT = "the output of a module"
 MAX_KEPT = 4096
@@ -274,7 +274,7 @@ def _bad_parameter(
         num_nan, num_bad = int(own.isnan().sum()), int((~own.isfinite()).sum())
         if num_bad:
             what, counts = "NaN" if num_nan else "Inf", f"its part on this rank: {num_bad:,} of {own.numel():,} values"
-            return Finding(plain_name(name), "parameter", direction, what, cause, counts)
+            return Finding(name, "parameter", direction, what, cause, counts)
     return None
 
 
@@ -289,7 +289,7 @@ def flagged_modules(model: Any, *, samples: bool) -> Iterator[tuple[str, nn.Modu
     hidden_size = model.config.get_text_config().hidden_size
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     chosen = {model.get_decoder(), *layers[:: math.ceil(len(layers) / MAX_LAYERS) or 1]}
-    for path, module in plain_modules(model):
+    for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
             shows = module.out_features <= hidden_size
         else:
