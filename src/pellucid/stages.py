@@ -91,8 +91,6 @@ class TokenSpan:
     length: int
     position: int
     """Of the first within its sequence, prompt and response together."""
-    sampled: Sequence[bool] | None = None
-    """Which tokens of a response the pass predicts, its last one included; None: all of them."""
 
 
 PREFILL = "prefill"

@@ -180,7 +180,7 @@ def packed_spans(sequences: list[TokenSequence]) -> list[TokenSpan]:
         at += num_prompt
         for sequence in group:
             num_fed = len(sequence.response_ids[:-1])
-            spans.append(TokenSpan(sequence.name, "response", at, num_fed, num_prompt, sequence.sampled))
+            spans.append(TokenSpan(sequence.name, "response", at, num_fed, num_prompt))
             at += num_fed
     return spans
 
