@@ -1,5 +1,7 @@
-"""Weights on their way from a training engine to a rollout engine: buckets, digests, and who checks them."""
+"""Weights on their way from a training engine to a rollout engine: buckets, digests, transports, and who checks them."""
 
+import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from tiny import CPU, EOS, tiny_model
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.rollout.native import NativeRolloutEngine
-from pellucid.rollout.native.gathered import GatheredPolicy, WeightsDifferError, load_buckets
+from pellucid.rollout.native.gathered import GatheredPolicy
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
+from pellucid.rollout.transports import SharedMemoryWeights, WeightsDifferError, load_buckets, read_shared_memory
 from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.common.lora import add_lora
 from pellucid.training.common.models import load_tokenizer, model_tensors
@@ -63,6 +66,28 @@ def test_under_lora_the_adapters_alone_travel():
     assert bucket.tensors and all(".lora_" in name for name in bucket.tensors)
 
 
+def read_and_answer(files: list[Path], engine: FsdpEngine, answer) -> None:
+    load_buckets(read_shared_memory(files), model_tensors(engine.model), verify=True)
+    answer.send({name: tensor_digest(tensor) for name, tensor in tensors_of(engine).items()})
+
+
+@pytest.mark.processes
+def test_another_process_reads_them_from_shared_memory():
+    engine = trainer(seed=3)
+    context = multiprocessing.get_context("fork")  # to import torch anew takes seconds
+    ours, theirs = context.Pipe()
+    with SharedMemoryWeights(engine.weights(10_000)) as files:
+        folder = files[0].parent
+        assert len(files) > 2
+        process = context.Process(target=read_and_answer, args=(files, trainer(), theirs))
+        process.start()
+        theirs.close()
+        digests = ours.recv()
+        process.join()
+    assert digests == {name: tensor_digest(tensor) for name, tensor in tensors_of(engine).items()}
+    assert not folder.exists()
+
+
 def test_a_tensor_that_arrives_changed_is_named():
     sender, receiver = trainer(seed=3), trainer()
     with pytest.raises(WeightsDifferError, match=f"{NAME}.*sent {tensor_digest(sender.model.get_parameter(NAME))}"):
@@ -106,7 +131,8 @@ def test_an_engine_with_a_copy_samples_from_what_it_was_sent():
     engine = NativeRolloutEngine(policy, tokenizer, [EOS], **options, take_weights=policy.take_weights)
     params = SamplingParams(n=2, max_tokens=8)
     before = sample_rollouts(engine, prompts, params, stream=("a",))
-    run_sync(engine.load_weights(WeightUpdate(5, new.weights(10_000))))
+    with SharedMemoryWeights(new.weights(10_000)) as files:
+        run_sync(engine.load_weights(WeightUpdate(5, read_shared_memory(files))))
     after = sample_rollouts(engine, prompts, params, stream=("a",))
     expected = sample_rollouts(NativeRolloutEngine(new, tokenizer, [EOS], **options), prompts, params, stream=("a",))
     for one, other, earlier in zip(after, expected, before):

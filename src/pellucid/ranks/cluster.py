@@ -8,8 +8,10 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from subprocess import Popen
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -19,6 +21,7 @@ from pellucid import devices
 from pellucid.build import RoleName
 from pellucid.config import RunConfig
 from pellucid.errors import UserError
+from pellucid.ranks.cluster_guard import start_guard
 from pellucid.threads import waiting_settings
 
 POLICY = "policy"
@@ -27,6 +30,8 @@ CONNECT_S, RESERVE_S = 5.0, 30.0
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """How ranks of one machine are told to listen on no other interface."""
 _RESOURCE = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
+_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "dashboard/agent.py", "runtime_env/agent/main.py")
+"""What the command lines of Ray's agents have, once they are up and before."""
 _WORDS = {"cpu": "CPU cores", "cuda": "GPUs", "npu": "NPUs"}
 
 
@@ -71,6 +76,7 @@ class Cluster:
         self.is_local = address is None
         self._owned = not ray.is_initialized()
         self._groups: dict[str, PlacementGroup] = {}
+        self._guard: Popen[bytes] | None = None
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # how Ray is told not to phone home
         if address is None:
             self.device = devices.choose_device(config.trainer.device).type
@@ -89,6 +95,8 @@ class Cluster:
                 _check_room(self.device, pools, sizes)
             for pool in pools:
                 self._groups[pool.name] = self._reserve(pool)
+            if self.is_local and self._owned:
+                self._guard = start_guard(_agents())
         except BaseException:
             self.close()
             raise
@@ -144,6 +152,8 @@ class Cluster:
         finally:
             if self._owned:
                 ray.shutdown()
+            if self._guard is not None:
+                self._guard.communicate()  # closes its standard input
 
 
 def _connection_error(error: BaseException) -> UserError:
@@ -154,6 +164,12 @@ def _connection_error(error: BaseException) -> UserError:
         return UserError("trainer.ray_address", f"{reason}: the cluster wants a token.", remedy)
     remedy = "Look at Ray's own logs, ray/session_latest/logs in the folder for temporary files, and at `ray status`."
     return UserError("trainer.placement", f"Ray does not start or join: {reason}", remedy)
+
+
+def _agents() -> list[int]:
+    """Return the process ids of Ray's agents on this machine, which this process' raylet has started."""
+    started = ((process.pid, " ".join(process.cmdline())) for process in psutil.Process().children(recursive=True))
+    return [pid for pid, command in started if any(mark in command for mark in _AGENTS)]
 
 
 def _check_room(kind: str, pools: list[Pool], machines: list[tuple[str, int]]) -> None:

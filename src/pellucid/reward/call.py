@@ -5,6 +5,8 @@ A reward function has verl's signature and is called with keywords:
 """
 
 import inspect
+import os
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -93,6 +95,28 @@ def call_reward(spec: str | None, arguments: dict[str, Any]) -> tuple[float, dic
         )
     numbers = {str(key): float(value) for key, value in parts.items() if key != "score" and _is_finite_number(value)}
     return float(score), numbers, elapsed
+
+
+def start_worker(spec: str | None) -> None:
+    """Make this process a worker: the leader of a process group that ends with it, with the function loaded.
+
+    What a call has started and not ended thus goes when its worker is killed for taking too long. Only on Linux, where
+    a process can wait for one that is not its child; elsewhere it stays.
+
+    Raises:
+        UserError: as `load_reward_function`.
+    """
+    os.setpgid(0, 0)
+    worker = os.getpid()
+    if hasattr(os, "pidfd_open") and os.fork() == 0:
+        ended = os.pidfd_open(worker)
+        os.closerange(0, ended)  # the pool's pipes are to end with the worker
+        os.closerange(ended + 1, os.sysconf("SC_OPEN_MAX"))
+        waiting = select.poll()
+        waiting.register(ended, select.POLLIN)
+        waiting.poll()
+        os.killpg(worker, signal.SIGKILL)  # this process, too
+    load_reward_function(spec)
 
 
 def call_in_worker(

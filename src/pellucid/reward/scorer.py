@@ -19,7 +19,14 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from pellucid.errors import UserError
-from pellucid.reward.call import FIELD, RewardCallError, call_in_worker, call_reward, load_reward_function
+from pellucid.reward.call import (
+    FIELD,
+    RewardCallError,
+    call_in_worker,
+    call_reward,
+    load_reward_function,
+    start_worker,
+)
 from pellucid.tasks import get_task
 from pellucid.types import RewardFailure, Rollout, Score
 
@@ -144,7 +151,7 @@ class Scorer:
         if self._pool is None:
             context = multiprocessing.get_context("forkserver")  # no fork of a process that has threads and a model
             context.set_forkserver_preload(["pellucid.reward.call"])
-            initial = {"initializer": load_reward_function, "initargs": [self._spec]}
+            initial = {"initializer": start_worker, "initargs": [self._spec]}
             self._pool = ProcessPool(self._num_workers, **initial, context=context)
         arguments = [self._spec, _arguments(rollout), self._timeout_s]
         return self._pool.schedule(call_in_worker, args=arguments, timeout=self._timeout_s)

@@ -4,27 +4,17 @@ Decoding cannot run on shards: ranks sample different prompts at different speed
 once. Each rank takes the buckets that its trainer gathers, and checks them where they arrive.
 """
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from pellucid.rollout.requests import WeightUpdate
-from pellucid.training.common.buckets import tensor_digest
+from pellucid.rollout.transports import load_buckets
 from pellucid.training.common.models import model_tensors
 from pellucid.training.fsdp import FsdpEngine
-from pellucid.training.protocol import WeightBucket
 
 BUCKET_BYTES = 1 << 28
-
-
-class WeightsDifferError(RuntimeError):
-    """A rollout engine holds another tensor than the trainer has sent."""
-
-    def __init__(self, name: str, sent: str, held: str) -> None:
-        super().__init__(f"the rollout engine's '{name}' has digest {held}, and the trainer has sent {sent}")
 
 
 class GatheredPolicy:
@@ -56,25 +46,3 @@ class GatheredPolicy:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model computes."""
         return self._engine.autocast()
-
-
-@torch.no_grad()
-def load_buckets(buckets: Iterable[WeightBucket], own: dict[str, torch.Tensor], *, verify: bool) -> None:
-    """Copy the tensors of all buckets into `own`, which may be of other dtypes, in place.
-
-    Args:
-        buckets: with digests where they are to be verified.
-        own: the engine's tensors by their Hugging Face names.
-        verify: recompute each tensor's digest over what is held afterwards; over what arrived where the dtype is
-            another.
-
-    Raises:
-        WeightsDifferError: the digest of a tensor is not the sent one.
-    """
-    for bucket in buckets:
-        for name, tensor in bucket.tensors.items():
-            own[name].copy_(tensor)
-            if verify:
-                held = tensor_digest(own[name] if own[name].dtype == tensor.dtype else tensor)
-                if held != bucket.digests[name]:
-                    raise WeightsDifferError(name, bucket.digests[name], held)
