@@ -1,11 +1,11 @@
 """`pellucid precision compare|report|digest`: planted faults are named where they are, healthy captures are not accused."""
 
-import base64
 import io
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,15 +26,13 @@ from typer.testing import CliRunner
 
 from pellucid.cli.main import app
 from pellucid.errors import UserError
-from pellucid.precision.by_sample import Source, compare_by_sample
 from pellucid.precision.calls import Calls, parse_name
-from pellucid.precision.capture_table import SAME, join, statistics_table, tensor_errors, words
-from pellucid.precision.compare import RTOL, compare_dumps, summarise
+from pellucid.precision.capture_table import SAME, Capture, capture_table, join, what_differs, with_errors
+from pellucid.precision.compare import RTOL, check_stage, compare_stage, summarise
 from pellucid.precision.divergence import Kind
-from pellucid.precision.dump import Entry, TensorStats
-from pellucid.precision.health import check_dump
-from pellucid.precision.heatmap import AGREES, BROKEN, EQUAL, NOT_CAPTURED, code, heatmap_page
-from pellucid.precision.matching import Place, place_of
+from pellucid.precision.dump import DumpRef, Entry, StageDump, TensorStats
+from pellucid.precision.heatmap import heatmap_page, level
+from pellucid.precision.matching import place_of
 from pellucid.precision.text import comparison_json, comparison_renderables, explanation, headline
 
 BATCH = make_batch()
@@ -50,15 +48,24 @@ def to_inf(values, number):
     return np.full_like(values, np.inf)
 
 
+def place(a, b, **options):
+    refs = [DumpRef(dump.about.step, dump.about.stage, dump.about.call, dump.about.rank, None, Path()) for dump in (a, b)]
+    return place_of(refs[0], refs[1], **options)
+
+
+def stage_of(a, b, **options):
+    return compare_stage(place(a, b), [Capture("rank 0", a)], [Capture("rank 0", b)], **options)
+
+
 def compared(a, b, **options):
     """The comparison of two captures, as the command has it."""
-    return summarise([compare_dumps(a, b, place_of(a, b), **options)], names=("a", "b"), rtol=1e-5, limit=20)
+    return summarise([stage_of(a, b, **options)], "a", "b", rtol=1e-5)
 
 
 def found_in(fault: dict, **options):
     result = compared(capture(**options), capture(Model(faults=fault), **options))
-    assert result.found is not None
-    return result.found
+    assert result.divergence is not None
+    return result.divergence
 
 
 def words_of(result) -> str:
@@ -70,9 +77,10 @@ def words_of(result) -> str:
 
 def difference(a: TensorStats, b: TensorStats) -> tuple[float, str]:
     """The error between two tensors, and what differs, in words."""
-    tables = [statistics_table([(0, "", Entry("", None, {"output": [stats]}))]) for stats in (a, b)]
-    joined = join(tables[0], tables[1])
-    return float(tensor_errors(joined)[0]), words(joined, 0)
+    about = capture().about
+    dumps = [StageDump(about, [Entry("Module.a.A.forward.0", None, {"output": [stats]})]) for stats in (a, b)]
+    joined = with_errors(join(*(capture_table([Capture("", dump, [])]) for dump in dumps)))
+    return joined["error"][0].as_py(), what_differs(joined, 0)
 
 
 def test_equal_tensors_have_no_error():
@@ -100,7 +108,7 @@ def test_what_cannot_be_compared_is_infinitely_wrong():
     assert difference(stats_of(values, native=False), stats_of(with_nan, native=False))[0] == np.inf
     assert difference(stats_of(values), stats_of(values.T))[0] == np.inf
     assert difference(stats_of(ids), stats_of(others))[0] == np.inf  # by checksum alone
-    assert "1 NaN" in difference(stats_of(with_nan), stats_of(values))[1]
+    assert "num_nan 1.0 against 0.0" in difference(stats_of(with_nan), stats_of(values))[1]
     assert difference(stats_of(with_nan), stats_of(with_nan))[0] == SAME
 
 
@@ -109,78 +117,78 @@ def test_what_cannot_be_compared_is_infinitely_wrong():
 
 def test_equal_captures_are_bitwise_equal():
     result = compared(capture(), capture())
-    assert result.found is None and result.max_error == SAME and "Bitwise equal" in headline(result)
+    assert result.divergence is None and result.max_error == SAME and "Bitwise equal" in headline(result)
 
 
 def test_noise_is_no_divergence():
     result = compared(capture(Model(noise=1e-7)), capture())
-    assert result.found is None and 0 < result.max_error < 1e-5 and "Equal within" in headline(result)
+    assert result.divergence is None and 0 < result.max_error < 1e-5 and "Equal within" in headline(result)
 
 
 @pytest.mark.parametrize("children_first", [True, False])
 @pytest.mark.parametrize("module", ["embed", "layers.0.attn", "layers.1.norm", "layers.1.mlp", "layers.2.mlp", "norm"])
 def test_a_module_that_computes_something_else_is_named(module, children_first):
     found = found_in({module: scaled()}, children_first=children_first)
-    assert (found.divergence.module, found.divergence.kind, found.divergence.direction) == (f"model.{module}", Kind.OUTPUT, "forward")
-    assert found.divergence.base == SAME and not found.divergence.grown
+    assert (found.module, found.kind, found.direction) == (f"model.{module}", Kind.OUTPUT, "forward")
+    assert found.base == SAME and not found.grown
 
 
 def test_a_fault_far_below_the_eye_is_named_among_noise():
     result = compared(capture(Model(noise=1e-7)), capture(Model(seed=0, noise=2e-7, faults={"layers.1.mlp": scaled(1.001)})))
-    assert result.found is not None and result.found.divergence.module == "model.layers.1.mlp"
+    assert result.divergence is not None and result.divergence.module == "model.layers.1.mlp"
 
 
 def test_the_first_divergence_is_named_and_not_the_largest():
     result = compared(capture(), capture(Model(faults={"layers.0.mlp": scaled(1.0005), "layers.2.mlp": scaled(3.0)})))
-    assert result.found is not None and result.found.divergence.module == "model.layers.0.mlp"
+    assert result.divergence is not None and result.divergence.module == "model.layers.0.mlp"
     assert result.largest[0].module != "model.layers.0.mlp"
 
 
 def test_what_the_forward_pass_kept_goes_into_the_backward_pass():
     result = compared(capture(), capture(Model(faults={"embed": scaled()})))
-    bases = [row.base for row in result.jumps if row.what == "gradients"]
+    bases = [row.base for row in result.largest if row.quantity == "gradients"]
     assert bases and min(bases) > 1e-3
 
 
 def test_a_layers_own_code_is_told_from_its_modules():
     found = found_in({"layers.1:between": scaled()})
-    assert (found.divergence.kind, found.divergence.module, found.divergence.seen_at) == (Kind.INSIDE, "model.layers.1", "model.layers.1.attn")
+    assert (found.kind, found.module, found.seen_at) == (Kind.INSIDE, "model.layers.1", "model.layers.1.attn")
     own_end = found_in({"layers.1": scaled()})
-    assert (own_end.divergence.kind, own_end.divergence.module) == (Kind.OUTPUT, "model.layers.1")
+    assert (own_end.kind, own_end.module) == (Kind.OUTPUT, "model.layers.1")
 
 
 def test_another_batch_is_not_the_models_fault():
     other = [make_batch(seed=4)[:2], BATCH[2:]]
     result = compared(capture(), capture(micro_batches=other))
-    assert result.found is not None and result.found.divergence.kind is Kind.INPUTS
-    assert "not at fault" in words_of(result) and "input_ids" in result.found.divergence.path
+    assert result.divergence is not None and result.divergence.kind is Kind.INPUTS
+    assert "not at fault" in words_of(result) and "input_ids" in result.divergence.path
 
 
 def test_passes_with_other_samples_are_said_to_be():
     result = compared(capture(), capture(micro_batches=MICRO_BATCHES[::-1]))
-    assert result.found is not None and result.found.divergence.kind is Kind.INPUTS
-    assert any("other tokens" in note and "of p1, p1 sample 0" in note and "--by-sample" in note for note in result.found.comparison.notes)
+    assert result.divergence is not None and result.divergence.kind is Kind.INPUTS
+    assert "--by-sample" in words_of(result) and not result.divergence.num_samples
 
 
 def test_a_stale_weight_is_named_however_small_its_change():
     found = found_in({"layers.1.attn:weight": scaled(1 + 2e-7)})
-    assert (found.divergence.kind, found.divergence.module, found.divergence.num_differing) == (Kind.PARAMETERS, "model.layers.1.attn", 1)
+    assert (found.kind, found.module, found.num_differing) == (Kind.PARAMETERS, "model.layers.1.attn", 1)
 
 
 def test_of_many_modules_with_other_parameters_the_first_is_named_and_they_are_counted():
     result = compared(capture(), capture(Model(faults={f"layers.{layer}.mlp:weight": scaled() for layer in (1, 2)})))
-    assert result.found is not None
-    divergence = result.found.divergence
-    assert (divergence.module, divergence.num_differing, divergence.num_with_parameters) == ("model.layers.1.mlp", 2, 2 * LAYERS + 1)
-    assert "the first of 2 modules whose parameters differ, of 7." in words_of(result)
+    assert result.divergence is not None
+    divergence = result.divergence
+    assert (divergence.module, divergence.num_differing, divergence.num_beside) == ("model.layers.1.mlp", 2, 2 * LAYERS + 1)
+    assert "It is so in 2 of 7 modules." in words_of(result)
 
 
 def test_a_wrong_optimizer_step_shows_in_the_parameters_of_the_next_mini_batch():
     options = {"micro_batches": [BATCH[:2], BATCH[2:]], "mini_batches": (0, 1)}
     a, b = capture(**options), capture(Model(faults={"layers.2.mlp:weight": scaled(1.01, of_pass=1)}), **options)
     result = compared(a, b)
-    assert result.found is not None and result.found.divergence.kind is Kind.PARAMETERS
-    assert result.found.divergence.pass_index == 1 and "after optimizer step 1" in words_of(result)
+    assert result.divergence is not None and result.divergence.kind is Kind.PARAMETERS
+    assert result.divergence.pass_index == 1
 
 
 def test_weights_that_are_all_a_little_off_are_noise_and_one_alone_is_not():
@@ -191,9 +199,9 @@ def test_weights_that_are_all_a_little_off_are_noise_and_one_alone_is_not():
         return {f"{name}:weight": lambda values, number: values * (1 + (number > 0) * noise * random.normal(size=values.shape)) for name in names}
 
     noisy = Model(faults=after_a_step(Model().weights, 1e-7))
-    assert compared(capture(**options), capture(noisy, **options)).found is None
+    assert compared(capture(**options), capture(noisy, **options)).divergence is None
     alone = compared(capture(**options), capture(Model(faults=after_a_step(["layers.1.mlp"], 1e-7)), **options))
-    assert alone.found is not None and alone.found.divergence.module == "model.layers.1.mlp"
+    assert alone.divergence is not None and alone.divergence.module == "model.layers.1.mlp"
 
 
 @pytest.mark.parametrize(("what", "kind"), [("made", Kind.OPTIMIZER), ("clipped", Kind.OPTIMIZER_GRADIENT)])
@@ -201,10 +209,10 @@ def test_an_optimizer_step_that_goes_wrong_is_named(what, kind):
     options = {"micro_batches": [BATCH[:2], BATCH[2:]], "mini_batches": (0, 1)}
     fault = {f"layers.2.attn:{what}": scaled(1.5, of_pass=1), f"layers.0.mlp:{what}": scaled(1.01, of_pass=1)}
     result = compared(capture(**options), capture(Model(faults=fault), **options))
-    assert result.found is not None
-    divergence = result.found.divergence
+    assert result.divergence is not None
+    divergence = result.divergence
     assert (divergence.kind, divergence.module) == (kind, "model.layers.2.attn"), "the largest error: clipping spreads it"
-    assert result.found.comparison.pass_label == "optimizer step 2 of 2" and (divergence.num_differing, divergence.num_with_parameters) == (2, 7)
+    assert result.divergence.pass_label == "optimizer step 2 of 2" and (divergence.num_differing, divergence.num_beside) == (2, 7)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +224,13 @@ def test_an_optimizer_step_that_goes_wrong_is_named(what, kind):
     ],
 )
 def test_a_wrong_gradient_is_named(fault, kind, module):
-    divergence = found_in({fault: scaled()}).divergence
+    divergence = found_in({fault: scaled()})
     assert (divergence.kind, divergence.module, divergence.direction) == (kind, module, "backward")
 
 
 def test_another_loss_is_not_the_models_fault():
     result = compared(capture(), capture(Model(faults={"loss": scaled(2.0)})))
-    assert result.found is not None and result.found.divergence.direction == "backward"
+    assert result.divergence is not None and result.divergence.direction == "backward"
     assert "the gradient that the loss sends back" in headline(result)
 
 
@@ -237,18 +245,17 @@ def test_the_pass_and_the_sample_are_named():
         return values
 
     result = compared(capture(), capture(Model(faults={"layers.1.mlp": fault})))
-    assert result.found is not None and result.found.comparison.pass_label == "micro-batch 2 of 2"
-    samples = result.found.comparison.samples
-    assert samples is not None and samples.differing == ("p1 sample 1 (response)",) and samples.total == 3
-    assert "Of 3 prompts and responses, 1 differ: p1 sample 1 (response)." in words_of(result)
+    assert result.divergence is not None and result.divergence.pass_label == "micro-batch 2 of 2"
+    assert result.divergence.samples == ["p1 sample 1 (response)"] and result.divergence.num_samples == 3
+    assert "It shows in 1 of 3 prompts and responses: p1 sample 1 (response)." in words_of(result)
 
 
 def test_one_decode_step_is_named():
     a = rollout_dump(Model(), BATCH)
     b = rollout_dump(Model(faults={"layers.0.mlp": scaled(1.01, of_pass=3)}), BATCH)
     result = compared(a, b)
-    assert result.found is not None
-    assert result.found.divergence.module == "model.layers.0.mlp" and result.found.comparison.pass_label == "decode step 3 of 5"
+    assert result.divergence is not None
+    assert result.divergence.module == "model.layers.0.mlp" and result.divergence.pass_label == "decode step 3 of 5"
 
 
 @pytest.mark.parametrize("broken", [(1,), (0, 1)])
@@ -257,32 +264,32 @@ def test_the_ranks_are_named(broken):
     for rank in (0, 1):
         model = Model(faults={"layers.1.mlp": scaled()}) if rank in broken else Model()
         a, b = (capture(one, rank=rank, num_ranks=2) for one in (Model(), model))
-        stages.append(compare_dumps(a, b, place_of(a, b)))
-    result = summarise(stages, names=("a", "b"), rtol=1e-5, limit=20)
-    assert result.found is not None and result.found.ranks == [f"rank {rank}" for rank in broken]
-    assert ("All 2 ranks" if len(broken) == 2 else "Only rank 1 of 2 ranks") in words_of(result)
+        stages.append(stage_of(a, b))
+    result = summarise(stages, "a", "b", rtol=1e-5)
+    assert result.divergence is not None and result.divergence.ranks == [f"rank {rank}" for rank in broken]
+    assert f"{len(broken)} of 2 ranks have it" in words_of(result)
 
 
 def test_a_bf16_layer_in_a_float32_model_is_named():
     result = compared(capture(), capture(Model(low={"layers.1.attn"})))
-    assert result.found is not None and result.found.divergence.module == "model.layers.1.attn"
-    assert result.found.comparison.drift is None and 1e-4 < result.found.divergence.error < 1e-1
+    assert result.divergence is not None and result.divergence.module == "model.layers.1.attn"
+    assert result.divergence.drift is None and 1e-4 < result.divergence.error < 1e-1
 
 
 def test_a_model_in_bf16_drifts_and_nothing_is_accused_but_a_real_fault():
     drift = compared(capture(), capture(Model(low={"all"})))
-    assert drift.found is not None and drift.found.comparison.drift == "float32 against bfloat16" and drift.found.divergence.grown
+    assert drift.divergence is not None and drift.divergence.drift == "float32 against bfloat16" and drift.divergence.grown
     assert "No module adds more than ten times" in words_of(drift)
     fault = compared(capture(), capture(Model(low={"all"}, faults={"layers.1.mlp": scaled(1.5)})))
-    assert fault.found is not None and fault.found.divergence.module == "model.layers.1.mlp" and not fault.found.divergence.grown
+    assert fault.divergence is not None and fault.divergence.module == "model.layers.1.mlp" and not fault.divergence.grown
 
 
 def test_captures_of_msprobe_compare_and_so_does_one_with_a_native_one():
     for a_native, b_native in ((False, False), (True, False), (False, True)):
         good = compared(capture(native=a_native), capture(native=b_native))
-        assert good.found is None
+        assert good.divergence is None
         bad = compared(capture(native=a_native), capture(Model(faults={"layers.1.mlp": scaled(1.001)}), native=b_native))
-        assert bad.found is not None and bad.found.divergence.module == "model.layers.1.mlp" and bad.found.comparison.samples is None
+        assert bad.divergence is not None and bad.divergence.module == "model.layers.1.mlp" and bad.divergence.num_samples == 0
 
 
 def test_a_bias_whose_gradient_cancels_is_not_judged_by_its_noise():
@@ -290,7 +297,7 @@ def test_a_bias_whose_gradient_cancels_is_not_judged_by_its_noise():
     for dump, noise in ((a, 1e-9), (b, -1e-9)):
         entry = next(entry for entry in dump.entries if "layers.1.attn" in entry.name and "parameters_grad.0" in entry.name)
         entry.groups["bias"] = [stats_of(np.full(32, noise, dtype=np.float32))]
-    assert compared(a, b).found is None
+    assert compared(a, b).divergence is None
 
 
 def test_calls_that_one_side_lacks_are_counted():
@@ -298,16 +305,15 @@ def test_calls_that_one_side_lacks_are_counted():
     b.entries = [entry for entry in b.entries if "layers.1.norm" not in entry.name]
     result = compared(a, b)
     [stage] = result.stages
-    assert len(stage.only_a) == 2 and stage.divergence is None and not stage.is_same and not result.is_equal
+    assert stage.divergence is None and stage.max_error == SAME and not result.is_equal
     assert headline(result).startswith("Not all could be compared: step 1, actor_update, rank 0: 2 calls are only in A, e.g. ")
-    assert comparison_json(result)["bitwise_equal"] is False and "verdict good" not in heatmap_page(result)
+    assert comparison_json(result)["bitwise_equal"] is False
 
 
 def test_calls_that_msprobe_does_not_record_are_told_and_the_others_judged():
     a, b = capture(), capture(native=False)
     result = compared(a, b)
-    assert any(".optimizer." in name for name in result.stages[0].only_a)
-    assert result.is_equal and any("calls are only in A" in note for note in result.stages[0].notes)
+    assert result.is_equal and any("calls are only in A" in note and ".optimizer." in note for note in result.notes)
     b.about.complete = False
     assert not compared(a, b).is_equal
 
@@ -315,44 +321,47 @@ def test_calls_that_msprobe_does_not_record_are_told_and_the_others_judged():
 # Trainer against rollout
 
 
-def rollout_comparison(trainer: Model, engine: Model, *, ranks: int = 2, replicas: tuple[list, ...] | None = None, **options):
+def by_sample(a, b):
+    return compare_stage(place(a[0].dump, b[0].dump, all_ranks=True), a, b, by_sample=True, rtol=1e-4)
+
+
+def rollout_comparison(trainer: Model, engine: Model, *, ranks: int = 2, replicas: tuple[list, ...] | None = None):
     """Two trainer ranks with a prompt each, and engines with parts of the batch, which is cut quite differently."""
     shares = [BATCH[:2], BATCH[2:]][:ranks] if ranks == 2 else [BATCH]
     a = [
-        Source(f"rank {rank}", training_dump(trainer, [share[:1], share[1:]], stage="actor_compute_log_prob", rank=rank))
+        Capture(f"rank {rank}", training_dump(trainer, [share[:1], share[1:]], stage="actor_compute_log_prob", rank=rank))
         for rank, share in enumerate(shares)
     ]
     parts = replicas or ([(engine, BATCH)],)
-    b = [Source(f"replica {index}", rollout_dump(model, batch)) for index, [(model, batch)] in enumerate(parts)]
-    place = Place(1, 1, "actor_compute_log_prob", "rollout_generate", 0, None, None, None)
-    return summarise([compare_by_sample(a, b, place, **options)], names=("a", "b"), rtol=1e-4, limit=20)
+    b = [Capture(f"replica {index}", rollout_dump(model, batch)) for index, [(model, batch)] in enumerate(parts)]
+    return summarise([by_sample(a, b)], "a", "b", rtol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_trainer_and_rollout_agree_over_the_same_tokens(ranks):
     result = rollout_comparison(Model(), Model(noise=1e-7), ranks=ranks)
-    assert result.found is None and result.max_error < 1e-5
+    assert result.divergence is None and result.max_error < 1e-5
     assert any("2 prompts and 4 responses" in note for note in result.stages[0].notes)
 
 
 def test_a_weight_left_stale_in_the_engine_is_named():
     result = rollout_comparison(Model(), Model(faults={"layers.1.attn:weight": scaled(1 + 2e-7)}))
-    assert result.found is not None
-    assert (result.found.divergence.kind, result.found.divergence.module) == (Kind.PARAMETERS, "model.layers.1.attn")
+    assert result.divergence is not None
+    assert (result.divergence.kind, result.divergence.module) == (Kind.PARAMETERS, "model.layers.1.attn")
 
 
 def test_a_bf16_layer_of_the_engine_is_named():
     result = rollout_comparison(Model(), Model(low={"layers.1.mlp"}))
-    assert result.found is not None
-    assert (result.found.divergence.kind, result.found.divergence.module) == (Kind.OUTPUT, "model.layers.1.mlp")
-    assert result.found.comparison.samples is not None and result.found.comparison.samples.total == 6
+    assert result.divergence is not None
+    assert (result.divergence.kind, result.divergence.module) == (Kind.OUTPUT, "model.layers.1.mlp")
+    assert result.divergence.num_samples == 6
 
 
 def test_what_goes_wrong_in_decoding_alone_is_said_to():
     decoding = {"layers.0.attn": lambda values, number: values * np.float32(1.01) if number > 0 else values}
     result = rollout_comparison(Model(), Model(faults=decoding))
-    assert result.found is not None and result.found.divergence.module == "model.layers.0.attn"
-    assert "Only responses (decoding) differ; prompts (prefill) agree." in words_of(result)
+    assert result.divergence is not None and result.divergence.module == "model.layers.0.attn"
+    assert all(name.endswith("(response)") for name in result.divergence.samples)
 
 
 def test_weights_that_are_sharded_in_training_are_put_together():
@@ -365,29 +374,28 @@ def test_weights_that_are_sharded_in_training_are_put_together():
 
     shares = [(BATCH[:2], slice(0, 10)), (BATCH[2:], slice(10, None))]
     a = [
-        Source(f"rank {rank}", sharded(training_dump(Model(), [share], stage="actor_compute_log_prob", rank=rank), rank, rows))
+        Capture(f"rank {rank}", sharded(training_dump(Model(), [share], stage="actor_compute_log_prob", rank=rank), rank, rows))
         for rank, (share, rows) in enumerate(shares)
     ]
     for engine, is_found in ((Model(), False), (Model(faults={"layers.1.mlp:weight": scaled()}), True)):
-        stage = compare_by_sample(a, [Source("replica 0", rollout_dump(engine, BATCH))], place_of(a[0].dump, a[0].dump))
+        stage = by_sample(a, [Capture("replica 0", rollout_dump(engine, BATCH))])
         assert (stage.divergence is not None and stage.divergence.kind is Kind.PARAMETERS) == is_found
-    one_rank = compare_by_sample(a[:1], [Source("b", rollout_dump(Model(), BATCH))], place_of(a[0].dump, a[0].dump))
-    assert any("7 parameters were not compared: not all of their shards" in note for note in one_rank.notes)
+    one_rank = by_sample(a[:1], [Capture("b", rollout_dump(Model(), BATCH))])
+    assert any("7 tensors were not compared: their shards differ, or are missing" in note for note in one_rank.notes)
 
 
 def test_the_engine_that_is_wrong_is_named():
     broken = Model(faults={"layers.2.mlp": scaled()})
     result = rollout_comparison(Model(), Model(), replicas=([(Model(), BATCH[:2])], [(broken, BATCH[2:])]))
-    assert result.found is not None and result.found.divergence.module == "model.layers.2.mlp"
-    assert "only replica 1 of the 2 engines" in words_of(result)
-    assert result.found.comparison.samples is not None
-    assert {name[:2] for name in result.found.comparison.samples.differing} == {"p1"}
+    assert result.divergence is not None and result.divergence.module == "model.layers.2.mlp"
+    assert result.divergence.ranks == ["replica 1"] and len(result.divergence.all_ranks) == 2
+    assert {name[:2] for name in result.divergence.samples} == {"p1"}
 
 
 def test_other_tokens_of_a_sample_are_not_compared():
     shorter = [*BATCH[:-1], type(BATCH[-1])(BATCH[-1].uid, BATCH[-1].sample, BATCH[-1].prompt, BATCH[-1].response[:3])]
     result = rollout_comparison(Model(), Model(), replicas=([(Model(), shorter)],))
-    assert result.found is None and any("1 parts of samples of A" in note for note in result.stages[0].notes)
+    assert result.divergence is None and any("1 prompts and responses have not the same tokens" in note for note in result.notes)
 
 
 # NaN in one capture
@@ -410,34 +418,34 @@ def test_the_first_nan_is_named(fault, kind, module, direction):
         return values
 
     dump = capture(Model(faults={fault: plant}))
-    health = check_dump(dump, place_of(dump, dump))
+    health = check_stage(place(dump, dump), dump)
     assert health.divergence is not None
     assert (health.divergence.kind, health.divergence.module, health.divergence.direction) == (kind, module, direction)
-    assert health.pass_label == "micro-batch 2 of 2" and "NaN" in health.divergence.what
+    assert health.divergence.pass_label == "micro-batch 2 of 2" and "NaN" in health.divergence.what
     if kind is Kind.OUTPUT:
-        assert health.samples is not None and health.samples.differing == ("p1 sample 1 (response)",)
+        assert health.divergence.samples == ["p1 sample 1 (response)"]
 
 
 def test_a_finite_capture_is_healthy():
     dump = capture()
-    assert check_dump(dump, place_of(dump, dump)).divergence is None
+    assert check_stage(place(dump, dump), dump).divergence is None
 
 
 # Order and names
 
 
 def test_names_are_taken_apart():
-    assert parse_name("Module.model.layers.0.self_attn.LlamaAttention.forward.12").name == "model.layers.0.self_attn"
+    assert parse_name("Module.model.layers.0.self_attn.LlamaAttention.forward.12").label == "model.layers.0.self_attn"
     assert parse_name("Module.model.norm.LlamaRMSNorm.parameters_grad.1").direction == "parameters_grad"
     operator = parse_name("Functional.linear.3.backward")
-    assert (operator.kind, operator.name, operator.call, operator.direction) == ("Functional", "linear", 3, "backward")
-    assert operator.label == "Functional.linear.3"
+    assert (operator.owner, operator.call, operator.direction) == ("Functional.linear", 3, "backward")
+    assert operator.label == "Functional.linear.3" and operator.other("forward") == "Functional.linear.3.forward"
 
 
 @pytest.mark.parametrize("children_first", [True, False])
 def test_calls_begin_before_what_is_in_them_and_end_after(children_first):
     calls = Calls(capture(children_first=children_first))
-    order = [(calls.entries[event.entry].name, event.ends) for event in calls.events()]
+    order = [(calls.entries[index].name, ends) for index, ends in calls.events]
     for index, entry in enumerate(calls.entries):
         if (parent := calls.parents[index]) is not None:
             outer = calls.entries[parent].name
@@ -465,10 +473,10 @@ class WellFormed(HTMLParser):
         assert self.open.pop() == tag
 
 
-def page_data(page: str) -> dict:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+def cells_of(page: str) -> dict[str, str]:
+    """The class of each cell by its tooltip without the number."""
+    found = re.findall(r'<td class="([^"]*)" title="([^"]*)"', page)
+    return {title.partition(":")[0]: kind for kind, title in found}
 
 
 def test_the_heat_map_is_well_formed_and_text_is_escaped():
@@ -476,32 +484,29 @@ def test_the_heat_map_is_well_formed_and_text_is_escaped():
     a, b = capture(), capture(Model(faults={"layers.1.mlp": scaled()}))
     for dump in (a, b):
         dump.entries.insert(0, Entry(f"Module.{evil}.Evil.forward.0", None, {"output": [stats_of(np.ones(3, dtype=np.float32))]}))
-    result = compared(a, b, per_pass=True)
-    result.name_a = result.name_b = evil
+    result = compared(a, b, by_pass=True)
+    result.a = result.b = evil
     page = heatmap_page(result)
     parser = WellFormed()
     parser.feed(page)
-    assert not parser.open and parser.scripts == 2 and "<b>" not in page
-    data = page_data(page)
-    assert data["rows"][0] == evil and "model.layers.1.mlp" in data["rows"]
-    assert data["rows"][data["first"]["row"]] == "model.layers.1.mlp" and data["first"]["column"] == 0
-    assert [column["about"] for column in data["columns"]] == ["step 1, actor_update, micro-batch 1 of 2", "step 1, actor_update, micro-batch 2 of 2"]
+    assert not parser.open and parser.scripts == 0 and "<b>" not in page and "First divergence" in page
+    cells = cells_of(page)
+    assert cells["model.layers.1.mlp, micro-batch 1 of 2"] == "e7 first" and cells["model.embed, micro-batch 1 of 2"] == "same"
+    assert {"model.layers.1.mlp, micro-batch 2 of 2", "model.norm, micro-batch 1 of 2"} <= cells.keys()
 
 
 def test_names_of_samples_are_shown_as_they_are():
     renamed = [type(one)(f"arithmetic:train:{one.uid}", one.sample, one.prompt, one.response) for one in BATCH]
-    a = Source("a", training_dump(Model(), [renamed], stage="actor_compute_log_prob"))
-    b = Source("b", rollout_dump(Model(faults={"norm": scaled()}), renamed))
-    result = summarise([compare_by_sample([a], [b], place_of(a.dump, b.dump))], names=("a", "b"), rtol=1e-4, limit=20)
+    a = Capture("a", training_dump(Model(), [renamed], stage="actor_compute_log_prob"))
+    b = Capture("b", rollout_dump(Model(faults={"norm": scaled()}), renamed))
+    result = summarise([by_sample([a], [b])], "a", "b", rtol=1e-4)
     console = Console(file=io.StringIO(), width=300)
     console.print(*comparison_renderables(result))
-    assert isinstance(console.file, io.StringIO) and "over the response of arithmetic:train:p" in console.file.getvalue()
+    assert isinstance(console.file, io.StringIO) and "(response), arithmetic:train:p" in console.file.getvalue()
 
 
-def test_codes_of_errors_keep_their_order():
-    codes = [code(error) for error in (np.nan, SAME, 0.0, 1e-12, 1e-6, 1.0, 1e3, np.inf)]
-    assert codes == sorted(codes) and len(set(codes)) == len(codes)
-    assert codes[0] == NOT_CAPTURED and codes[1] == EQUAL and codes[2] == AGREES and codes[-1] == BROKEN
+def test_a_cells_colour_goes_by_the_size_of_its_error():
+    assert [level(error) for error in (SAME, 0.0, 1e-12, 1e-6, 2e-3, 1.0, 1e3, np.inf)] == ["same", "e0", "e0", "e2", "e6", "e8", "e8", "broken"]
 
 
 @pytest.fixture(scope="module")
@@ -528,15 +533,11 @@ def test_the_command_names_the_fault_and_its_status_says_so(runs, tmp_path):
     said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
     assert done.exit_code == 1
     assert "First divergence: model.layers.1.mlp (Mlp) in step 2, actor_compute_log_prob, micro-batch 1 of 2, forward." in said
-    assert "Only rank 1 of 2 ranks has it" in said
+    assert "1 of 2 ranks have it: rank 1." in said
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["first_divergence"]["module"] == "model.layers.1.mlp" and written["first_divergence"]["ranks"] == ["rank 1"]
-    data = page_data((tmp_path / "heat.html").read_text())
-    assert [column["label"] for column in data["columns"]] == ["1", "2"] and data["first"]["column"] == 1
-    [plane] = [layer["planes"][0] for layer in data["layers"] if (layer["stage"], layer["rank"]) == ("actor_update", "rank 1")]
-    codes = np.frombuffer(base64.b64decode(plane), "<u2").reshape(len(data["rows"]), 2)[data["rows"].index("model.layers.1.mlp")]
-    assert codes[0] == EQUAL and code(1e-2) < codes[1] < code(1.0)
-    assert {(layer["stage"], layer["rank"]) for layer in data["layers"]} >= {("actor_update", "rank 0"), ("rollout_generate", "replica 0 rank 0")}
+    cells = cells_of((tmp_path / "heat.html").read_text().partition("<h2>actor_update")[0])
+    assert cells["model.layers.1.mlp, step 1"] == "same" and cells["model.layers.1.mlp, step 2"] == "e7 first"
 
 
 def test_equal_runs_and_a_large_tolerance_have_status_0(runs):
@@ -572,9 +573,8 @@ def test_all_steps_of_trainer_and_rollout_compare_and_the_earliest_divergence_is
     written = json.loads((tmp_path / "out.json").read_text())
     assert done.exit_code == 1 and [stage["step"] for stage in written["stages"]] == [1, 2, 3]
     assert (written["first_divergence"]["module"], written["first_divergence"]["step"]) == ("model.layers.1.mlp", 2)
-    assert any(note.startswith("step 4: actor_compute_log_prob or actor_update and rollout_generate were not both") for note in written["notes"])
-    data = page_data((tmp_path / "heat.html").read_text())
-    assert [column["label"] for column in data["columns"]] == ["1", "2", "3"] and data["first"]["column"] == 1
+    cells = cells_of((tmp_path / "heat.html").read_text())
+    assert [cells[f"model.layers.1.mlp, step {step}"] for step in (1, 2)] == ["e0", "e7 first"]
     assert precision("compare", tmp_path, "--rollout", "--step", 1).exit_code == 0
 
 
@@ -599,12 +599,12 @@ def test_modules_that_one_run_does_not_call_are_missing_and_an_engine_may_lack_t
         dump.entries = [entry for entry in dump.entries if "model.norm" not in entry.name]
         assert dump.samples is not None
         dump.samples.names = [name.replace("model.norm", "model.gone") for name in dump.samples.names]
-    one_way = compare_by_sample([Source("a", a)], [Source("b", b)], place_of(a, b))
-    other_way = compare_by_sample([Source("b", b)], [Source("a", a)], place_of(b, a))
-    assert one_way.missing == ["step 1, actor_compute_log_prob: not called in B: model.norm"]
-    assert other_way.missing == ["step 1, actor_compute_log_prob: not called in A: model.norm"]
-    rollout = compare_by_sample([Source("a", a)], [Source("replica 0", engine)], place_of(a, engine))
-    assert not rollout.missing and "step 1, actor_compute_log_prob/rollout_generate: not called in B: model.norm" in rollout.notes
+    one_way = by_sample([Capture("a", a)], [Capture("b", b)])
+    other_way = by_sample([Capture("b", b)], [Capture("a", a)])
+    said = "step 1, actor_compute_log_prob, all ranks: 1 calls are only in {}, e.g. Module.model.norm.Norm.forward"
+    assert (one_way.missing, other_way.missing) == ([said.format("A")], [said.format("B")])
+    rollout = by_sample([Capture("a", a)], [Capture("replica 0", engine)])
+    assert not rollout.missing and any("only in A, e.g. Module.model.norm.Norm.forward" in note for note in rollout.notes)
 
 
 def test_captures_that_were_cut_short_alike_are_not_called_equal(tmp_path):
@@ -615,7 +615,7 @@ def test_captures_that_were_cut_short_alike_are_not_called_equal(tmp_path):
     for options in ((), ("--by-sample",)):
         done = precision("compare", tmp_path / "a", tmp_path / "b", *options)
         said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())
-        assert done.exit_code == 1 and "the capture of A was cut short (out of memory) (and 1 more)." in said
+        assert done.exit_code == 1 and "rank 0 of A: the capture was cut short (out of memory) and 1 more." in said
 
 
 def test_equal_digests_of_captures_that_were_cut_short_are_marked(tmp_path):
@@ -624,7 +624,7 @@ def test_equal_digests_of_captures_that_were_cut_short_are_marked(tmp_path):
         dump.about.complete = False
         save(tmp_path / run, dump)
     digests = precision("digest", tmp_path / "a", tmp_path / "b")
-    assert digests.exit_code == 0 and "bitwise equal: step 1 (cut short)" in digests.output
+    assert digests.exit_code == 0 and "bitwise equal: step 1 " in digests.output and "(cut short)" in digests.output
 
 
 def test_captures_without_a_call_in_common_have_status_2(runs, tmp_path):
@@ -650,11 +650,11 @@ def test_one_rank_and_two_compare_over_the_same_tokens(runs, tmp_path):
 
 def test_weights_of_two_runs_may_differ_by_noise_and_those_of_the_engine_may_not():
     noisy = Model(faults={f"{name}:weight": scaled(1 + 2e-7) for name in Model().weights})
-    a, b = (Source("rank 0", training_dump(model, MICRO_BATCHES, stage="actor_compute_log_prob")) for model in (Model(), noisy))
-    stage = compare_by_sample([a], [b], place_of(a.dump, b.dump))
+    a, b = (Capture("rank 0", training_dump(model, MICRO_BATCHES, stage="actor_compute_log_prob")) for model in (Model(), noisy))
+    stage = by_sample([a], [b])
     assert stage.divergence is None and 0 < stage.max_error < 1e-5
     engine = rollout_comparison(Model(), noisy)
-    assert engine.found is not None and engine.found.divergence.num_differing == 7
+    assert engine.divergence is not None and engine.divergence.num_differing == 7
 
 
 def test_shards_of_other_ranks_are_not_compared():
@@ -664,7 +664,7 @@ def test_shards_of_other_ranks_are_not_compared():
             parameters = entry.groups.get("parameters", {})
             entry.groups["parameters"] = {name: replace(stats, shard=(rank, 2)) for name, stats in parameters.items()}
     [stage] = compared(a, b).stages
-    assert any("other ranks' parts" in note for note in stage.notes)
+    assert any("their shards differ" in note for note in stage.notes)
     assert stage.divergence is not None and stage.divergence.kind is Kind.OUTPUT
 
 
@@ -673,7 +673,7 @@ def test_the_report_has_status_1_when_something_is_not_finite(runs, tmp_path):
     bad = save(tmp_path, capture(Model(faults={"layers.0.mlp": to_inf})))
     done = precision("report", bad, "--json", tmp_path / "report.json")
     assert done.exit_code == 1 and "First NaN or Inf: model.layers.0.mlp (Mlp)" in done.output
-    assert json.loads((tmp_path / "report.json").read_text())["first"]["module"] == "model.layers.0.mlp"
+    assert json.loads((tmp_path / "report.json").read_text())["first_divergence"]["module"] == "model.layers.0.mlp"
 
 
 def test_digests_of_two_runs(runs):
@@ -692,8 +692,8 @@ def test_digests_of_two_runs(runs):
         (("compare", "good", "nowhere"), "nowhere"),
         (("compare", "good", "bad", "--stage", "actor_updat"), "--stage"),
         (("compare", "good", "bad", "--step", "9"), "--step"),
-        (("compare", "good", "--rollout", "--stage", "rollout_generate"), "with itself"),
-        (("compare", "good", "--rollout", "--stage", "actor_updat"), "there is no stage"),
+        (("compare", "good", "--rollout", "--stage", "rollout_generate"), "--rollout"),
+        (("compare", "good", "--rollout", "--stage", "actor_updat"), "--rollout"),
         (("report", "good", "--rank", "7"), "--rank"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.errors import UserError
-from pellucid.precision.digest import digest, render
+from pellucid.precision.digest import digest
 from pellucid.precision.dump import About, Entry, StageDump, TensorStats
 from pellucid.precision.dump_files import write_dump
 
@@ -80,7 +80,7 @@ def test_a_step_combines_its_stages_calls_and_ranks(tmp_path):
     two, ten = digest(tmp_path)
     assert (two.step, ten.step) == (2, 10) and list(two.stages) == ["rollout_generate", "actor_update"]
     assert len({two.digest, ten.digest, *two.stages.values(), *ten.stages.values()}) == 5
-    assert render([two, ten]).splitlines() == [
+    assert [str(two), str(ten)] == [
         f"step 2  {two.digest}  rollout_generate {two.stages['rollout_generate']}  actor_update {two.stages['actor_update']}",
         f"step 10  {ten.digest}  actor_update {ten.stages['actor_update']}",
     ]
@@ -94,7 +94,7 @@ def test_a_step_combines_its_stages_calls_and_ranks(tmp_path):
 def test_a_capture_that_was_cut_short_is_marked(tmp_path):
     write(tmp_path, entries(), complete=False, error="out of memory")
     [step] = digest(tmp_path)
-    assert not step.complete and render([step]).endswith("(cut short)")
+    assert not step.complete and str(step).endswith("(cut short)")
 
 
 def test_without_checksums_there_is_no_digest(tmp_path):

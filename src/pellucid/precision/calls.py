@@ -3,26 +3,22 @@
 Captures list calls when they end (msprobe) or when they begin; what is worked out here holds for both.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pellucid.precision.dump import Entry, StageDump
+from pellucid.precision.dump import StageDump
 
 FORWARD, BACKWARD, PARAMETER_GRADIENTS, OPTIMIZER = "forward", "backward", "parameters_grad", "optimizer"
 MODULE = "Module"
+_DIRECTIONS = (FORWARD, BACKWARD, PARAMETER_GRADIENTS, OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)
 class CallName:
     """An entry's name in parts."""
 
-    kind: str
-    """`Module`, or what an operator belongs to: `Functional`, `Tensor`, `Torch`, ..."""
-    name: str
-    """A module's path in the model, or the operator."""
-    module_class: str
-    """Empty for an operator."""
+    owner: str
+    """`Module.<path>.<class>`, or `<kind>.<operator>` with kinds such as `Functional`, `Tensor` and `Torch`."""
     direction: str
     """`forward`, `backward`; of a module's own parameters: `parameters_grad`, their gradients from one pass, and
     `optimizer`, what the optimizer got and made.
@@ -31,124 +27,141 @@ class CallName:
     """Counted from 0, of this module or operator in this capture."""
 
     @property
+    def is_module(self) -> bool:
+        """Whether it is a call of a module, and not of an operator."""
+        return self.owner.startswith(f"{MODULE}.")
+
+    @property
+    def module_class(self) -> str:
+        """Return a module's class; empty for an operator."""
+        return self.owner.rpartition(".")[2] if self.is_module else ""
+
+    @property
     def label(self) -> str:
         """What people call it; for an operator with the number of the call, as it is no module's own."""
-        if self.kind == MODULE:
-            return self.name or self.module_class
-        return f"{self.kind}.{self.name}.{self.call}"
+        if self.is_module:
+            return self.owner.partition(".")[2].rpartition(".")[0] or self.module_class
+        return f"{self.owner}.{self.call}"
 
     @property
     def every_call(self) -> str:
         """The name without the number of the call."""
-        return f"{self.kind}.{self.name}.{self.module_class}.{self.direction}"
+        return f"{self.owner}.{self.direction}"
+
+    def other(self, direction: str) -> str:
+        """Return the entry of the same call in another direction."""
+        parts = (direction, self.call) if self.is_module else (self.call, direction)
+        return f"{self.owner}.{parts[0]}.{parts[1]}"
 
 
 @lru_cache(maxsize=1 << 16)
 def parse_name(entry: str) -> CallName:
     """Take an entry's name apart: `Module.<path>.<class>.forward.<call>`, `<kind>.<operator>.<call>.forward`."""
     parts = entry.split(".")
-    if parts[0] == MODULE:
-        call = int(parts.pop()) if parts[-1].isdigit() else 0
-        direction = parts.pop() if parts[-1] in (FORWARD, BACKWARD, PARAMETER_GRADIENTS, OPTIMIZER) else FORWARD
-        return CallName(MODULE, ".".join(parts[1:-1]), parts[-1], direction, call)
-    direction = parts.pop() if parts[-1] in (FORWARD, BACKWARD) else FORWARD
-    call = int(parts.pop()) if parts[-1].isdigit() else 0
-    return CallName(parts[0], ".".join(parts[1:]), "", direction, call)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """The beginning of a call, when its inputs and parameters are there, or its end, when its outputs are."""
-
-    entry: int
-    """Index of the entry."""
-    ends: bool
+    direction, call = FORWARD, 0
+    for _ in range(2):
+        if parts[-1].isdigit():
+            call = int(parts.pop())
+        elif parts[-1] in _DIRECTIONS:
+            direction = parts.pop()
+    return CallName(".".join(parts), direction, call)
 
 
 class Calls:
     """The calls of one capture: parents, passes and order."""
 
     def __init__(self, dump: StageDump) -> None:
-        self.entries, self.about = dump.entries, dump.about
-        self.names = [parse_name(entry.name) for entry in self.entries]
-        self.index_of = {entry.name: index for index, entry in enumerate(self.entries)}
-        self.parents = [self._parent(entry, name) for entry, name in zip(self.entries, self.names)]
-        self.passes = self._find_passes(dump)
-        self._events = self._in_order()
-
-    def events(self) -> list[Event]:
-        """Return the beginnings and ends of all calls in execution order."""
-        return self._events
-
-    def _in_order(self) -> list[Event]:
-        first, last, depth = list(range(len(self.entries))), list(range(len(self.entries))), [0] * len(self.entries)
-        for index, up in enumerate(self.parents):
-            while up is not None:
-                first[up], last[up] = min(first[up], index), max(last[up], index)
-                depth[index] += 1
-                up = self.parents[up]
-        order = [(first[index], 0, depth[index], index) for index in range(len(self.entries))]
-        order += [(last[index], 1, -depth[index], index) for index in range(len(self.entries))]
-        return [Event(index, bool(ends)) for _, ends, _, index in sorted(order)]
+        self.entries = dump.entries
+        self.names = [parse_name(entry.name) for entry in dump.entries]
+        self.index_of = {entry.name: index for index, entry in enumerate(dump.entries)}
+        self.parents = [self._parent(index) for index in range(len(dump.entries))]
+        self.passes = self._passes(dump)
+        self.events = self._events()
+        """(entry, whether it ends) of all calls in execution order: a call's inputs and parameters are there when it
+        begins, its outputs when it ends.
+        """
+        self._num_steps = len({name.call for name in self.names if name.direction == OPTIMIZER})
+        units = [one.unit.replace("micro_batch", "micro-batch").replace("_", " ") for one in dump.about.passes]
+        self._labels = [f"{unit} {units[: at + 1].count(unit)} of {units.count(unit)}" for at, unit in enumerate(units)]
+        is_backward = (index for index, ends in self.events if not ends and self.names[index].direction == BACKWARD)
+        self.first_backward: dict[int, int] = {}
+        """By pass the call that its backward begins with: what comes into it is the loss's."""
+        for index in is_backward:
+            self.first_backward.setdefault(self.passes[index], index)
 
     def forward_of(self, index: int) -> int | None:
         """Return the forward call that a backward call, or a gradient of parameters, belongs to."""
-        if self.names[index].direction in (FORWARD, OPTIMIZER):
-            return None
-        return self._twin(self.entries[index].name, FORWARD)
+        name = self.names[index]
+        return None if name.direction in (FORWARD, OPTIMIZER) else self.index_of.get(name.other(FORWARD))
 
-    def first_backward(self, number: int) -> int | None:
-        """Return the backward call that a pass's backward begins with: what comes into it is the loss's."""
-        for event in self.events():
-            if self.names[event.entry].direction == BACKWARD and self.passes[event.entry] == number:
-                return event.entry
-        return None
+    def module_round(self, index: int) -> int | None:
+        """Return the module's call that encloses a call."""
+        up = self.parents[index]
+        if up is None and (forward := self.forward_of(index)) is not None:
+            up = self.parents[forward]
+        while up is not None and not self.names[up].is_module:
+            up = self.parents[up]
+        return up
 
-    def backward_of(self, index: int) -> int | None:
-        """Return the backward call whose module's parameters the gradients of this entry are of."""
-        if self.names[index].direction != PARAMETER_GRADIENTS:
-            return None
-        return self._twin(self.entries[index].name, BACKWARD)
+    def moment(self, index: int) -> tuple[str, int]:
+        """Return the pass, or optimizer step, that a call is part of."""
+        name = self.names[index]
+        return name.direction, name.call if name.direction == OPTIMIZER else self.passes[index]
 
-    def _twin(self, entry: str, direction: str) -> int | None:
-        """Return the same module's or operator's call of the same number in another direction."""
-        name = parse_name(entry)
-        if name.kind == MODULE:
-            path = f"{MODULE}.{name.name}.{name.module_class}" if name.name else f"{MODULE}.{name.module_class}"
-            return self.index_of.get(f"{path}.{direction}.{name.call}")
-        return self.index_of.get(f"{name.kind}.{name.name}.{name.call}.{direction}")
+    def label(self, index: int) -> str:
+        """Return the pass of a call, `micro-batch 2 of 4`, or `call 2` where the capture does not say; or its step."""
+        name, number = self.names[index], self.passes[index]
+        if name.direction == OPTIMIZER:
+            return f"optimizer step {name.call + 1} of {self._num_steps}"
+        return self._labels[number] if number < len(self._labels) else f"call {number + 1}"
 
-    def _parent(self, entry: Entry, name: CallName) -> int | None:
+    def _parent(self, index: int) -> int | None:
         """Return the enclosing call.
 
         Backward calls are enclosed as the forward ones were: what autograd's hooks see is in part missing, and in part
         the grandparent.
         """
-        if name.direction == PARAMETER_GRADIENTS and (backward := self._twin(entry.name, BACKWARD)) is not None:
+        entry, name = self.entries[index], self.names[index]
+        if name.direction == PARAMETER_GRADIENTS and (backward := self.index_of.get(name.other(BACKWARD))) is not None:
             return backward
-        if name.direction not in (FORWARD, OPTIMIZER):
-            forward = self._twin(entry.name, FORWARD)
-            while forward is not None and (outer := self.entries[forward].parent) is not None:
-                if (backward := self._twin(outer, BACKWARD)) is not None:
-                    return backward
-                forward = self.index_of.get(outer)
-        return self.index_of.get(entry.parent) if entry.parent is not None else None
+        forward = self.forward_of(index)
+        while forward is not None and (outer := self.entries[forward].parent) is not None:
+            if (backward := self.index_of.get(parse_name(outer).other(BACKWARD))) is not None:
+                return backward
+            forward = self.index_of.get(outer)
+        return None if entry.parent is None else self.index_of.get(entry.parent)
 
-    def _find_passes(self, dump: StageDump) -> list[int]:
-        """Return the pass of each entry: by its sums over samples, else as the call round it, or its forward call.
+    def _events(self) -> list[tuple[int, bool]]:
+        num = len(self.entries)
+        first, last, depth = list(range(num)), list(range(num)), [0] * num
+        for index in range(num):
+            up = self.parents[index]
+            while up is not None:
+                first[up], last[up] = min(first[up], index), max(last[up], index)
+                depth[index] += 1
+                up = self.parents[up]
+        order = [(first[index], False, depth[index], index) for index in range(num)]
+        order += [(last[index], True, -depth[index], index) for index in range(num)]
+        return [(index, ends) for _, ends, _, index in sorted(order)]
 
-        Operators outside of modules and optimizer steps belong to the pass before.
+    def _passes(self, dump: StageDump) -> list[int]:
+        """Return the pass of each entry: that of its sums over samples, else of its forward call or the call round it.
+
+        Operators outside of modules and optimizer steps are in none: they get the latest.
         """
         known: dict[int, int | None] = {}
-        for name, number in zip(dump.samples.names, dump.samples.pass_index.tolist()) if dump.samples else ():
-            known[self.index_of.get(name.partition("|")[0], -1)] = number
+        if dump.samples is not None:
+            for tensor, number in zip(dump.samples.names, dump.samples.pass_index.tolist()):
+                if (index := self.index_of.get(tensor.partition("|")[0])) is not None:
+                    known[index] = number
 
         def find(index: int) -> int | None:
             if index not in known:
-                name, around = self.names[index], self.forward_of(index)
-                around = self.parents[index] if around is None else around
-                own = name.call if name.kind == MODULE and name.direction != OPTIMIZER else None
-                known[index] = own if around is None else find(around)
+                name, forward = self.names[index], self.forward_of(index)
+                if (near := self.parents[index] if forward is None else forward) is not None:
+                    known[index] = find(near)
+                else:
+                    known[index] = name.call if name.is_module and name.direction != OPTIMIZER else None
             return known[index]
 
         passes, latest = [], 0
@@ -157,17 +170,3 @@ class Calls:
             latest = latest if found is None else found
             passes.append(latest)
         return passes
-
-
-def pass_label(dump_passes: Sequence[str], index: int) -> str:
-    """Return `micro-batch 2 of 4`, `decode step 17 of 120`, or, where the capture does not say, `call 2`.
-
-    Args:
-        dump_passes: the unit of each pass.
-        index: of the pass.
-    """
-    if index >= len(dump_passes):
-        return f"call {index + 1}"
-    unit = dump_passes[index]
-    name = unit.replace("micro_batch", "micro-batch").replace("_", " ")
-    return f"{name} {dump_passes[: index + 1].count(unit)} of {dump_passes.count(unit)}"

@@ -3,14 +3,13 @@
 Reads captures through `dump_files.py`; `pellucid precision digest` prints what it finds.
 """
 
-from __future__ import annotations
-
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pellucid.errors import UserError
 from pellucid.precision.dump import DumpRef, TensorStats
@@ -29,6 +28,11 @@ class StepDigest:
     complete: bool
     """False where a capture was cut short: the digest is of what there is."""
 
+    def __str__(self) -> str:
+        """Return the step's digest, then each stage's, in a line for `diff` as much as for people."""
+        stages = "  ".join(f"{stage} {of}" for stage, of in self.stages.items())
+        return f"step {self.step}  {self.digest}  {stages}" + ("" if self.complete else "  (cut short)")
+
 
 def digest(path: Path) -> list[StepDigest]:
     """Return the digest of each captured step of a run, or of any folder that `find_dumps` takes.
@@ -42,41 +46,21 @@ def digest(path: Path) -> list[StepDigest]:
     return [_of_step(step, refs) for step, refs in sorted(refs_of.items())]
 
 
-def render(steps: Iterable[StepDigest]) -> str:
-    """Return a line a step: the step's digest, then each stage's; for `diff` as much as for people."""
-    lines = []
-    for step in steps:
-        stages = "  ".join(f"{stage} {of}" for stage, of in step.stages.items())
-        lines.append(f"step {step.step}  {step.digest}  {stages}" + ("" if step.complete else "  (cut short)"))
-    return "\n".join(lines)
-
-
 def _of_step(step: int, refs: list[DumpRef]) -> StepDigest:
     of_stage: dict[str, list[str]] = {}
     complete = True
     for ref in refs:
         dump = read_dump(ref.folder)
-        texts = (text for entry in dump.entries for text in (entry.name, *_texts(entry.groups, ref.folder)))
-        of_stage.setdefault(ref.stage, []).append(f"{ref.replica} {ref.call} {ref.rank} {_combined(texts)}")
+        bits = partial(_bits, ref.folder)
+        own = _combined(json.dumps([entry.name, entry.groups], default=bits) for entry in dump.entries)
+        of_stage.setdefault(ref.stage, []).append(f"{ref.replica} {ref.call} {ref.rank} {own}")
         complete &= dump.about.complete
     stages = {stage: _combined(members) for stage, members in of_stage.items()}
     return StepDigest(step, _combined(f"{stage} {of}" for stage, of in stages.items()), stages, complete)
 
 
-def _texts(node: Any, folder: Path) -> Iterator[str]:
-    """Yield what a node of an entry's groups adds to the digest; nested ones add their length, to tell them apart."""
-    if isinstance(node, TensorStats):
-        yield _of_tensor(node, folder)
-    elif isinstance(node, dict | list):
-        yield f"{type(node).__name__} of {len(node)}"
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield str(key)
-            yield from _texts(value, folder)
-    else:
-        yield repr(node)
-
-
-def _of_tensor(stats: TensorStats, folder: Path) -> str:
+def _bits(folder: Path, stats: TensorStats) -> str:
+    """Return what of a tensor in an entry is part of the digest."""
     if stats.checksum is None and math.prod(stats.shape) > 0:
         raise UserError(
             str(folder),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pellucid.precision.dump import StageDump, leaves
+from pellucid.precision.dump import DumpRef, StageDump, leaves
 
 if TYPE_CHECKING:
-    from pellucid.precision.divergence import Divergence
+    from pellucid.precision.compare import Divergence
 
 HEAD, LOSS, BATCH = "the head", "the loss", "the batch"
 _MAX_SHOWN = 4
@@ -82,23 +83,23 @@ def first_bad(dump: StageDump) -> Finding | None:
     """Return the first NaN or Inf of a capture in execution order, or None."""
     # Every run has findings' types at hand, and few ever read a capture.
     from pellucid.precision.calls import BACKWARD
+    from pellucid.precision.compare import check_stage
     from pellucid.precision.divergence import Kind
-    from pellucid.precision.health import check_dump
     from pellucid.precision.matching import place_of
 
-    result = check_dump(dump, place_of(dump, dump), limit=1)
-    if (found := result.divergence) is None:
+    about = dump.about
+    ref = DumpRef(about.step, about.stage, about.call, about.rank, None, Path())
+    if (found := check_stage(place_of(ref, ref), dump).divergence) is None:
         return None
     [entry] = [entry for entry in dump.entries if entry.name == found.entry]
     stats = dict(leaves(entry))[found.path]
     kinds = " and ".join(name for name, count in (("NaN", stats.num_nan), ("Inf", stats.num_inf)) if count)
     place, kind = {"scores": (HEAD, ""), "loss": (LOSS, "")}.get(found.module, (found.module, found.module_class))
-    if found.kind is Kind.INPUTS:
+    if found.kind in (Kind.INPUTS, Kind.LOSS):
         place, kind = LOSS if found.direction == BACKWARD else BATCH, ""
     direction: Any = found.direction
-    samples = [] if result.samples is None else list(result.samples.differing)
     tensor, order = f"{found.path}: {found.what}", (0, found.position)
-    return Finding(place, kind, direction, kinds, _cause(found), tensor, samples, order=order)
+    return Finding(place, kind, direction, kinds, _cause(found), tensor, found.samples, order=order)
 
 
 def _cause(found: Divergence) -> str:
@@ -106,7 +107,7 @@ def _cause(found: Divergence) -> str:
     is_backward = found.direction == "backward"
     if found.kind == "inside":
         return f"in what it computes itself before it calls {found.seen_at}; its inputs are finite"
-    if found.kind == "inputs":
+    if found.kind in ("inputs", "loss"):
         return "the loss is finite, its gradient is not" if is_backward else f"it is an input of {found.module}"
     if found.kind == "parameters":
         return f"its inputs are finite, its {found.path.partition('.')[2]} is not"
