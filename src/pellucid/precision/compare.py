@@ -438,7 +438,8 @@ class _Stage:
         )
         differing = rows.filter(pc.greater(rows["error"], self._limits.rtol))
         samples = [[name for name in of["tokens"].to_pylist() if name != WHOLE] for of in (differing, rows)]
-        ranks = [sorted(set(of["source_b"].to_pylist())) if self._by_sample else [] for of in (differing, rows)]
+        by_rank = self._by_sample and kind is not Kind.PARAMETERS
+        ranks = [sorted(set(of["source_b"].to_pylist())) if by_rank else [] for of in (differing, rows)]
         is_of_weights = kind is Kind.PARAMETERS or name.direction in (PARAMETER_GRADIENTS, OPTIMIZER)
         near = beside(self._calls, changes, fault) if is_of_weights else []
         row: dict[str, Any] = self._row(fault) | {"module": at_fault.label, "module_class": at_fault.module_class}

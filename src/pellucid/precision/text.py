@@ -24,7 +24,8 @@ MAX_STAGES = 40
 """Stages and ranks that have a line each: those with a divergence, or where there is none, all."""
 REASONS = {
     Kind.OUTPUT: "What goes into it is {clean}, what it computes is not: the fault is in this module.",
-    Kind.INSIDE: "Its own code, between the modules in it: those before gave what is {clean}, {seen_at} gets what is not.",
+    Kind.INSIDE: "Its own code, between the modules in it: what those before gave is {clean}, "
+    "what {seen_at} gets is not.",
     Kind.INPUTS: "It comes in from outside: tokens, positions or masks. The model is not at fault. "
     "Where only micro-batches are cut otherwise, --by-sample compares the same tokens.",
     Kind.LOSS: "The forward pass is {clean}; the loss, its inputs (advantages, old log-probabilities, mask) or its "
@@ -72,11 +73,8 @@ def headline(result: Comparison) -> str:
 def subject(one: Divergence) -> str:
     """Return what is at fault, in a few words."""
     if one.kind in (Kind.INPUTS, Kind.LOSS):
-        return (
-            "what comes in from outside of the model"
-            if one.kind is Kind.INPUTS
-            else "the gradient that the loss sends back"
-        )
+        of_loss = "the gradient that the loss sends back"
+        return of_loss if one.kind is Kind.LOSS else "what comes in from outside of the model"
     return f"{one.module} ({one.module_class})" if one.module_class else one.module
 
 
@@ -86,21 +84,20 @@ def explanation(result: Comparison) -> Iterator[str]:
     if one is None:
         return
     if one.drift:
-        adds = f"No module adds more than ten times the round-off; this one adds most, {one.growth:.1f}× what went in."
+        times = f"{one.error / one.base:.1f}×" if one.base > 0 else "out of"
+        adds = f"No module adds more than ten times the round-off; this one adds most, {times} what went in."
         adds = adds if one.grown else "This module adds far more than that round-off."
         yield f"The model computes in {one.drift}: errors are expected from the first module on, and grow. {adds}"
     if one.grown:
         yield f"No module makes it alone: its inputs have an error already ({error_text(one.base)}), and it grows."
     else:
-        clean = (
-            "not captured" if math.isnan(one.base) else f"within {error_text(one.base)}" if one.base > 0 else "equal"
-        )
-        yield REASONS[one.kind].format(clean=clean if result.b else "finite", seen_at=one.seen_at)
+        clean = f"within {error_text(one.base)}" if one.base > 0 else "equal" if result.b else "finite"
+        clean = "not captured" if math.isnan(one.base) else clean
+        yield REASONS[one.kind].format(clean=clean, seen_at=one.seen_at)
     if one.num_beside:
         yield f"It is so in {one.num_differing} of {one.num_beside} modules."
-    yield f"At {one.entry}, {one.path}: {one.what}" + (
-        f", relative error {error_text(one.error)}." if result.b else "."
-    )
+    size = f", relative error {error_text(one.error)}" if result.b else ""
+    yield f"At {one.entry}, {one.path}: {one.what}{size}."
     if one.samples:
         yield f"It shows in {len(one.samples)} of {one.num_samples} prompts and responses: {joined(one.samples)}."
     if len(one.all_ranks) > 1:
@@ -113,14 +110,8 @@ def comparison_renderables(result: Comparison) -> Iterator[RenderableType]:
     lines = "".join(f"\n{line}" for line in explanation(result))
     yield Panel(Text.assemble((headline(result), "bold"), lines), border_style="green" if result.is_equal else "red")
     if result.largest:
-        by_growth = any(stage.drift for stage in result.stages)
-        title = (
-            "Largest growth of relative errors"
-            if by_growth
-            else "Largest relative errors"
-            if result.b
-            else "NaN and Inf"
-        )
+        title = "Largest relative errors" if result.b else "NaN and Inf"
+        title = "Largest growth of relative errors" if any(stage.drift for stage in result.stages) else title
         table = _table(title, "module", "of", *(["error", "went in"] if result.b else ["what"]), "where")
         for row in result.largest:
             said = [error_text(row.error), error_text(row.base)] if result.b else [row.what]
