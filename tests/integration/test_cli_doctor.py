@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import last_checkpoint
-from pellucid.doctor.findings import size
+from pellucid.config.plan import size
 from pellucid.doctor.machine import read_machine
 
 RAY = ("trainer.placement=ray", "trainer.device=cpu")
@@ -38,7 +38,7 @@ def test_the_machine_alone(work):
 
 def test_a_recipe_that_fits(work):
     found = examine(work, work.recipe)
-    assert "the plan's" in found["memory"]["found"] and "1 rank" in found["devices"]["found"]
+    assert "of the plan" in found["memory"]["found"] and "1 rank" in found["devices"]["found"]
     # Four steps and a checkpoint after each, all kept.
     assert "4 × 10.9 MiB" in found["run directory"]["found"]
     assert not work.run_dir.exists()
@@ -84,7 +84,7 @@ def test_more_ranks_than_cores(work):
     batch = ("data.train_batch_size=4096", "actor_rollout_ref.actor.ppo_mini_batch_size=4096", "trainer.n_gpus_per_node=4096")
     found = examine(work, work.recipe, *RAY, *batch, status=1)
     assert found["devices"]["status"] == "problem" and "4096 ranks" in found["devices"]["found"]
-    assert found["memory"]["status"] == "problem" and "processes 4096 × 400.0 MiB" in found["memory"]["found"]
+    assert found["memory"]["status"] == "problem" and "4096 × 400.0 MiB of processes" in found["memory"]["found"]
     assert found["ray"]["status"] == "ok" and "every rank" not in found["ray"]["found"]
 
 

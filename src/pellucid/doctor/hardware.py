@@ -72,9 +72,9 @@ def check_memory(machine: Machine, plan: Plan | None, num_ranks: int | None) -> 
     else:
         held += plan.memory.total
     needed = num_ranks * PROCESS_BYTES + policy * held + sum(own)
-    parts = (
-        f"{num_ranks} × {size(PROCESS_BYTES)} of processes + {policy} × {size(held)} + {size(sum(own))} on other ranks"
-    )
+    parts = f"{num_ranks} × {size(PROCESS_BYTES)} of processes + {policy} × {size(held)} of the plan"
+    if own:
+        parts += f" + {size(sum(own))} on other ranks"
     yield _compare("memory", f"{ram}; {parts}", needed, machine.free_memory_bytes)
 
 
