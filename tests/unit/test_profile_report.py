@@ -350,7 +350,7 @@ def test_a_merged_trace_beside_the_timeline_is_no_rank(tmp_path):
     run = write_run(tmp_path / "run", [HEALTHY] * 4)
     assert command("merge", run, "--out", run / "timeline" / "all.json")[0] == 0
     assert read_timeline(run / "timeline").ranks == ["policy rank 0", "policy rank 1"]
-    assert "3 processes" in command("merge", run)[1]
+    assert list(merged_events(run)[1].values()) == ["controller on one", "policy rank 0 on one", "policy rank 1 on two"]
 
 
 def test_half_a_line_costs_no_more_than_itself(tmp_path):
@@ -582,8 +582,8 @@ def test_merging_goes_on_without_a_capture_that_is_torn_or_of_nobody(tmp_path):
     torn = run / "profile" / "b.json.gz"
     torn.write_bytes((run / "profile" / "a.json.gz").read_bytes()[:-30])
     files = [captured_file("a.json.gz", pid=77), captured_file("b.json.gz")]
-    done = merge(run / "timeline", run / "out.json", files, run / "profile")
-    assert len(done.notes) == 2 and done.num_events["operators"] < len(CPU_EVENTS)
+    left_out = merge(run / "timeline", run / "out.json", files, run / "profile")
+    assert len(left_out) == 2
     assert json.loads((run / "out.json").read_text())["traceEvents"]
 
 
@@ -615,7 +615,7 @@ def test_pages_say_what_the_reports_say_and_quote_names(tmp_path):
 def test_the_merge_command(tmp_path):
     a = write_run(tmp_path / "a", [HEALTHY] * 5)
     status, output = command("merge", a)
-    assert status == 0 and "3 processes" in output and (a / "timeline" / "merged.json.gz").exists()
+    assert status == 0 and "ui.perfetto.dev" in output and (a / "timeline" / "merged.json.gz").exists()
     assert command("report", a)[0] == 0, "the merged trace is no part of the timeline"
 
 

@@ -77,13 +77,11 @@ def merge(
     folder = manifest_folder(directory.path)
     captures = torch_files(read_manifest(folder), folder) if operators else []
     with console.status("merging"):
-        done = merge_traces(directory.timeline, path, captures, folder)
-    for note in done.notes:
+        left_out = merge_traces(directory.timeline, path, captures, folder)
+    for note in left_out:
         console.print(note, style="yellow", markup=False)
     console.print(
-        f"{path}: {done.num_processes} processes, {done.num_events['spans']:,} spans, "
-        f"{done.num_events['operators']:,} captured operators, {path.stat().st_size / 2**20:.1f} MiB\n"
-        "Open it at https://ui.perfetto.dev (nothing is uploaded).",
+        f"{path} ({path.stat().st_size / 2**20:.1f} MiB)\nOpen it at https://ui.perfetto.dev (nothing is uploaded).",
         markup=False,
         soft_wrap=True,
     )

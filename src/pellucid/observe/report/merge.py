@@ -6,7 +6,6 @@ ids, and so does every row, since Perfetto takes rows of one number for one thre
 
 import gzip
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,19 +45,8 @@ class _Process:
             yield _meta("thread_sort_index", self.pid, self.pid + number, sort_index=order)
 
 
-@dataclass(slots=True)
-class Merged:
-    """What `merge` wrote."""
-
-    num_processes: int = 0
-    num_events: Counter[str] = field(default_factory=Counter)
-    """By kind: `spans`, and `operators` of captures."""
-    notes: list[str] = field(default_factory=list)
-    """What was left out."""
-
-
-def merge(timeline: Path, out: Path, captures: list[ProfileFile], captures_folder: Path) -> Merged:
-    """Write one trace of all processes; `out` appears when it is whole.
+def merge(timeline: Path, out: Path, captures: list[ProfileFile], captures_folder: Path) -> list[str]:
+    """Write one trace of all processes, and return what was left out; `out` appears when it is whole.
 
     Args:
         timeline: folder of the timeline.
@@ -69,24 +57,23 @@ def merge(timeline: Path, out: Path, captures: list[ProfileFile], captures_folde
     Raises:
         UserError: there is no timeline.
     """
-    merged, files = Merged(), timeline_files(timeline)
+    notes, files = list[str](), timeline_files(timeline)
     with atomic_open(out) as raw:
         stream = gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=3, mtime=0) if out.suffix == ".gz" else raw
         separator = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
-        for event in _events(merged, files, captures, captures_folder):
+        for event in _events(notes, files, captures, captures_folder):
             stream.write(separator + json.dumps(event, separators=(",", ":")).encode())
             separator = b",\n"
         stream.write(b"\n]}\n")
         if stream is not raw:
             stream.close()
-    return merged
+    return notes
 
 
 def _events(
-    merged: Merged, files: list[Path], captures: list[ProfileFile], captures_folder: Path
+    notes: list[str], files: list[Path], captures: list[ProfileFile], captures_folder: Path
 ) -> Iterator[dict[str, Any]]:
     processes = _processes(files)
-    merged.num_processes = len(processes)
     for process in processes.values():
         yield _meta("process_name", process.pid, process.pid, name=process.name)
         yield _meta("process_sort_index", process.pid, process.pid, sort_index=process.pid)
@@ -94,19 +81,18 @@ def _events(
     for path in files:
         for event in read_events(path):
             if event["ph"] == "X":
-                merged.num_events["spans"] += 1
                 yield from _span(event, processes[path.stem, event["pid"]])
     for number, file in enumerate(captures):
         process = processes.get((file.process, file.pid))
         if process is None:
-            merged.notes.append(f"{file.path} was left out: the timeline has no process {file.pid} of {file.process}.")
+            notes.append(f"{file.path} was left out: the timeline has no process {file.pid} of {file.process}.")
             continue
         try:
             base_us, events = open_trace(captures_folder / file.path)
             for event in events:
-                yield from _operator(merged, event, process, base_us, number)
+                yield from _operator(event, process, base_us, number)
         except TraceError as error:
-            merged.notes.append(f"A capture is not whole: {error}.")
+            notes.append(f"A capture is not whole: {error}.")
 
 
 def _processes(files: list[Path]) -> dict[tuple[str, int], _Process]:
@@ -137,9 +123,7 @@ def _span(event: dict[str, Any], process: _Process) -> Iterator[dict[str, Any]]:
     yield event | {"ts": start_us, "pid": process.pid, "tid": process.pid + number, "cat": "span"}
 
 
-def _operator(
-    merged: Merged, event: dict[str, Any], process: _Process, base_us: float, number: int
-) -> Iterator[dict[str, Any]]:
+def _operator(event: dict[str, Any], process: _Process, base_us: float, number: int) -> Iterator[dict[str, Any]]:
     """Yield an event of a capture in a row of its process; flows keep their ends apart from other captures'."""
     kind, thread = event.get("ph"), event.get("tid")
     of_the_profiler = event.get("cat") in _OF_THE_PROFILER or event.get("pid") in _OF_THE_PROFILER
@@ -148,7 +132,6 @@ def _operator(
     on_device = event.get("cat") in DEVICE_EVENTS
     name = f"GPU {event['pid']} stream {thread}" if on_device else f"thread {thread}"
     yield from process.row(name, _CAPTURE_ROWS + len(process.rows))
-    merged.num_events["operators"] += 1
     flow = {"id": (number + 1) * _FLOWS_A_CAPTURE + int(event["id"])} if kind in ("s", "f", "t") else {}
     start_us = round(event["ts"] + base_us + process.shift_us, 3)
     yield event | flow | {"ts": start_us, "pid": process.pid, "tid": process.pid + process.rows[name]}

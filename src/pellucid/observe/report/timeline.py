@@ -139,7 +139,7 @@ def read_timeline(
             notes.append(f"{'Left out' if leave_out else 'Slower than others'}: step {ranges(among)} ({why}).")
     spans: list[Span] = []
     for path in files:
-        mine = [span for span in _spans(path, numbers) if span.start_us >= begins_us[span.step]]
+        mine = [span for span in _spans(path, set(numbers)) if span.start_us >= begins_us[span.step]]
         spans += sorted(mine, key=lambda span: (span.start_us, -span.dur_us))
     seen = {span.process for span in spans}
     ranks = [name for name in map(process_name, files[1:]) if name in seen]

@@ -123,7 +123,9 @@ def took(report: Report, stage: StageTime) -> str:
 
 def _overheads(report: Report) -> Iterator[Finding]:
     for stage in report.stages:
-        kind, least, begins, remedy = OVERHEADS.get(stage.name, ("", 2.0, "", ""))
+        if stage.name not in OVERHEADS:
+            continue
+        kind, least, begins, remedy = OVERHEADS[stage.name]
         if stage.share < least:
             continue
         calls = f", in {said(report.rewards)}" if kind == "slow_reward" and report.rewards else ""
