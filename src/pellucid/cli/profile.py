@@ -68,14 +68,14 @@ def merge(
 
     [bold]pellucid profile merge outputs/pellucid/demo[/bold]
     """
-    from pellucid.observe.manifest import manifest_folder
-    from pellucid.observe.report.assemble import read_manifest, torch_files
+    from pellucid.observe.manifest import Manifest, manifest_folder
+    from pellucid.observe.report.assemble import torch_files
     from pellucid.observe.report.merge import merge as merge_traces
 
     directory = RunDir.open(run)
     path = out or directory.timeline / "merged.json.gz"
     folder = manifest_folder(directory.path)
-    captures = torch_files(read_manifest(folder), folder) if operators else []
+    captures = torch_files(Manifest.read(folder), folder) if operators else []
     with console.status("merging"):
         left_out = merge_traces(directory.timeline, path, captures, folder)
     for note in left_out:

@@ -341,8 +341,8 @@ def _earlier_manifest(folder: Path) -> Manifest:
     """Return the manifest of earlier starts of the run; in place of one that cannot be read comes a new one."""
     try:
         return Manifest.read(folder)
-    except ValueError as error:
-        notice(f"profiling: {folder / MANIFEST} cannot be read ({error}), and is made anew", style="red")
+    except UserError as error:
+        notice(f"profiling: {error.field} cannot be read, and is made anew: it {error.reason}", style="red")
         return Manifest()
 
 

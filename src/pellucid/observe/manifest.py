@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pellucid.errors import UserError
 from pellucid.files.rundir import atomic_write
 
 JOURNALS, MANIFEST = ".journals", "manifest.json"
@@ -86,7 +87,7 @@ class Manifest:
         """Read the manifest of a folder; an empty one where there is none.
 
         Raises:
-            ValueError: it is no manifest.
+            UserError: it is damaged.
         """
         path = folder / MANIFEST
         if not path.exists():
@@ -96,8 +97,9 @@ class Manifest:
             files = [ProfileFile(**file) for file in content["files"]]
             failures = [ProfileFailure(**failure) for failure in content["failures"]]
             return cls(**content | {"files": files, "failures": failures})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            reason = f"is no manifest of captures ({type(error).__name__}: {error})."
+            raise UserError(str(path), reason, "Move it away to look at the timeline alone.") from error
 
 
 class Journal:

@@ -3,29 +3,13 @@
 import json
 from pathlib import Path
 
-from pellucid.errors import MissingExtraError, UserError
+from pellucid.errors import MissingExtraError
 from pellucid.files.rundir import RunDir
-from pellucid.observe.manifest import MANIFEST, Manifest, ProfileFile, manifest_folder
+from pellucid.observe.manifest import Manifest, ProfileFile, manifest_folder
 from pellucid.observe.report import verdict
 from pellucid.observe.report.stage_work import reward_calls, stage_times
 from pellucid.observe.report.timeline import LAST_STEPS, read_timeline
 from pellucid.observe.report.torch_traces import TraceError, device_times, read_capture
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a profile folder, an empty one where there is none.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    try:
-        return Manifest.read(folder)
-    except ValueError as error:
-        raise UserError(
-            str(folder / MANIFEST),
-            f"is no manifest of captures ({error}).",
-            "Move it away to look at the timeline alone.",
-        ) from error
 
 
 def torch_files(manifest: Manifest, folder: Path, step: int | None = None) -> list[ProfileFile]:
@@ -43,10 +27,10 @@ def build_report(run: RunDir, *, step: int | None = None, last_steps: int = LAST
         last_steps: how many.
 
     Raises:
-        UserError: the run has no timeline, no finished step, or not this one.
+        UserError: the run has no timeline, no finished step, or not this one; or its manifest is damaged.
     """
     folder = manifest_folder(run.path)
-    manifest = read_manifest(folder)
+    manifest = Manifest.read(folder)
     timeline = read_timeline(run.timeline, only_step=step, last_steps=last_steps, profiled=manifest.profiled)
     starts, notes = run.read_record(), list(timeline.notes)
     report = verdict.Report(
