@@ -108,14 +108,13 @@ def spoil_sampling(engine: NativeRolloutEngine) -> None:
 
 def follow_passes() -> None:
     """Keep in `_spans` whose tokens the pass in hand holds, also when the sentinel repeats one."""
-    make_input, run = FsdpEngine._input, FsdpEngine._run
+    micro_batch, run = FsdpEngine._micro_batch, FsdpEngine._run
     prefill, decode = Decoder.prefill, Decoder.decode
     spans_of: dict[int, Any] = {}
 
-    def seen_input(engine: FsdpEngine, micro: Any) -> Any:
-        inputs = make_input(engine, micro)
-        spans_of[id(inputs)] = packed_spans(micro)
-        return inputs
+    def seen_micro_batch(engine: FsdpEngine, sequences: Any, rows: list[int], inputs: Any) -> Any:
+        spans_of[id(inputs)] = packed_spans([sequences[row] for row in rows]) if rows else []
+        return micro_batch(engine, sequences, rows, inputs)
 
     def seen_run(engine: FsdpEngine, inputs: Any, head: Any) -> Any:
         _spans[:] = [spans_of[id(inputs)]]
@@ -129,7 +128,7 @@ def follow_passes() -> None:
         _spans[:] = [decoder.decode_spans()]
         decode(decoder)
 
-    FsdpEngine._input, FsdpEngine._run = seen_input, seen_run
+    FsdpEngine._micro_batch, FsdpEngine._run = seen_micro_batch, seen_run
     Decoder.prefill, Decoder.decode = seen_prefill, seen_decode
 
 
