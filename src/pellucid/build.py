@@ -257,6 +257,10 @@ class Roles:
         roles = (self.actor, self.reference, self.critic, self.reward_model)
         return sum(role.take_flops() for role in roles if role is not None)
 
+    def engine_of(self, stage: Stage) -> RolloutEngine | None:
+        """Return the engine that samples in a stage: validation is always of the trained policy itself."""
+        return self.rollout if self.mismatch is None or stage is Stage.VALIDATE else self.mismatch.engine
+
     def in_hand(self) -> list[str]:
         """Return the samples that the models of this process work on at this moment."""
         roles = (self.rollout, self.actor, self.reference, self.critic, self.reward_model)

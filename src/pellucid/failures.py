@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pellucid.files.rundir import RunDir
     from pellucid.precision.finding import Finding
     from pellucid.ranks import Placement
-    from pellucid.rollout.requests import RolloutEngine
     from pellucid.training.common.models import TokenPieces
 
 FAILURE, FINDING, ROLLOUTS, TENSORS, WEIGHTS, CONFIG = (
@@ -92,14 +91,6 @@ class FailingRun(Protocol):
     placement: Placement
     token_pieces: TokenPieces
 
-    def engine_of(self, stage: Stage) -> RolloutEngine | None:
-        """Return the engine that samples in a stage; None where none does."""
-        ...
-
-    def save_files(self, folder: Path) -> None:
-        """Write what a resumed run needs beside weights and optimizer."""
-        ...
-
 
 def is_repeatable(quantity: str) -> bool:
     """Tell whether what is saved is enough to repeat it: an optimizer step's state and earlier weights are gone.
@@ -119,8 +110,9 @@ def save_failure(run: FailingRun, failure: Failure) -> Path | None:
     def save_weights() -> None:
         (folder / WEIGHTS).mkdir()
         run.placement.roles.named(failure.role).save(folder / WEIGHTS, ["model"])
-        if isinstance(failure.given, GenerateCall):
-            run.save_files(folder / WEIGHTS)
+        mismatch = run.placement.roles.mismatch
+        if isinstance(failure.given, GenerateCall) and mismatch is not None:
+            mismatch.policy.save(folder / WEIGHTS)
 
     if not _saved(f"the {failure.role}'s weights", folder, save_weights):  # a replay starts from the model's own
         shutil.rmtree(folder / WEIGHTS, ignore_errors=True)

@@ -31,7 +31,7 @@ from pellucid.failures import (
     save_finding,
 )
 from pellucid.ranks.rank_failures import RankFailedError
-from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
+from pellucid.rollout.requests import WeightUpdate, run_sync
 from pellucid.stages import ROLE_OF, Stage
 from pellucid.types import Samples
 
@@ -74,7 +74,7 @@ def _locate(run: FailingRun, failure: Failure, on_done: Callable[[int], None]) -
         return None
     try:
         if failure.given is not None and is_repeatable(failure.quantity):
-            again = stage_call(run.config, run.placement.roles, run.engine_of(failure.stage), failure)
+            again = stage_call(run.config, run.placement.roles, failure)
             sentinel.locate(failure.stage)
             with contextlib.suppress(NonFiniteError), sentinel.watch(failure.stage):
                 again(lambda _: on_done(0))  # a sign of life; nothing is done twice
@@ -104,18 +104,18 @@ def _told(finding: Finding, failure: Failure) -> Finding:
 
 
 def stage_call(
-    config: RunConfig, roles: Roles, engine: RolloutEngine | None, failure: Failure
+    config: RunConfig, roles: Roles, failure: Failure
 ) -> Callable[[Callable[[int], None]], object]:
     """Return what runs a stage that failed again; its argument is called with the number of samples just finished.
 
     Args:
         config: the run's.
         roles: those of the stage, of this process or proxies.
-        engine: samples again where the stage does.
         failure: which stage, and what it worked on.
     """
     stage, given, mini_batch = failure.stage, failure.given, failure.mini_batch
     if isinstance(given, GenerateCall):
+        engine = roles.engine_of(failure.stage)
         assert engine is not None
         return lambda on_done: sample_rollouts(
             engine, given.prompts, given.params, stream=given.stream, on_done=on_done
@@ -160,13 +160,12 @@ def replay(folder: Path, failure: Failure, device: str | None = None) -> tuple[F
     config, sentinel = load_config(folder / CONFIG, []).config, Sentinel()
     roles = _make_roles(config, failure, folder / WEIGHTS, device or config.trainer.device, sentinel)
     sentinel.modules_of = roles.modules_of
-    engine, stage, step = roles.rollout, failure.stage, failure.step
+    stage, step = failure.stage, failure.step
     if roles.mismatch is not None and stage is Stage.ROLLOUT_GENERATE:
-        engine = roles.mismatch.engine
         roles.mismatch.policy.load(folder / WEIGHTS)
     sentinel.locate(stage)
     with contextlib.suppress(NonFiniteError), sentinel.watch(stage):
-        stage_call(config, roles, engine, failure)(lambda _: None)
+        stage_call(config, roles, failure)(lambda _: None)
     finding, dump, capture = sentinel.take_finding(), sentinel.dump, folder / CAPTURE
     if finding is None or dump is None:
         return finding, None

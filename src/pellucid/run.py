@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -47,13 +46,21 @@ from pellucid.reward.rewards import Rewards
 from pellucid.roles.actor import Actor
 from pellucid.roles.critic import Critic
 from pellucid.roles.reference import Reference
-from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
+from pellucid.rollout.requests import RolloutEngine
 from pellucid.stages import Stage
 from pellucid.training.common.models import TokenPieces, model_folder
 from pellucid.types import Prompt
 
 WRITE_LIMIT_S = 3600.0
 """How long writing captures may take without a sign of life before that is a stall."""
+
+
+class Stateful(Protocol):
+    """What goes on after a resume where it was; its state is plain JSON values."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
 
 
 @dataclass
@@ -114,23 +121,10 @@ class Run:
         """The critic, where the estimator has one."""
         return self.placement.roles.critic
 
-    def engine_of(self, stage: Stage) -> RolloutEngine | None:
-        """Return the engine that samples in a stage; None where none does."""
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from beside weights and optimizer, as plain JSON values."""
-        return {"loader": self.loader.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.loader.load_state_dict(state["loader"])
-
-    def save_files(self, folder: Path) -> None:
-        """Write what of the state is too large for `state_dict` into a checkpoint."""
-
-    def load_files(self, folder: Path) -> None:
-        """Read what `save_files` wrote; weights are loaded by now."""
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """What a resumed run goes on from beside weights and optimizer, by its name in a checkpoint."""
+        return {"loader": self.loader}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Hand a finished step's metrics to the trackers and the console."""
@@ -163,29 +157,10 @@ class RlRun(Run):
         assert self.placement.roles.rollout is not None
         return self.placement.roles.rollout
 
-    def engine_of(self, stage: Stage) -> RolloutEngine | None:
-        """Return the engine that samples in a stage."""
-        return self.validation_engine if stage is Stage.VALIDATE else self.rollout_engine
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from, as plain JSON values."""
-        return super().state_dict() | {"kl_control": self.kl_control.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        super().load_state_dict(state)
-        self.kl_control.load_state_dict(state.get("kl_control", {}))
-
-    def save_files(self, folder: Path) -> None:
-        """Write the weights that the mismatch laboratory keeps."""
-        if (mismatch := self.placement.roles.mismatch) is not None:
-            mismatch.policy.save(folder)
-
-    def load_files(self, folder: Path) -> None:
-        """Read what `save_files` wrote, and sample from the weights that were loaded."""
-        run_sync(self.validation_engine.load_weights(WeightUpdate(self.actor.version)))
-        if (mismatch := self.placement.roles.mismatch) is not None:
-            mismatch.policy.load(folder)
+    @property
+    def stateful(self) -> dict[str, Stateful]:
+        """What a resumed run goes on from beside weights and optimizer, by its name in a checkpoint."""
+        return super().stateful | {"kl_control": self.kl_control}
 
 
 @dataclass
@@ -290,11 +265,12 @@ def build_rl_run(
     """Place the roles that the algorithm needs and assemble a run of reinforcement learning."""
     run = build_run(config, run_dir, inputs, needed_roles(config), trackers, first_step, watchdog)
     roles, control = run.placement.roles, config.algorithm.kl_ctrl
-    assert roles.rollout is not None
+    engine = roles.engine_of(Stage.ROLLOUT_GENERATE)
+    assert engine is not None
     max_length = config.actor_rollout_ref.rollout.response_length
     return RlRun(
         **vars(run),
-        rollout_engine=roles.rollout if roles.mismatch is None else roles.mismatch.engine,
+        rollout_engine=engine,
         rewards=Rewards(config.reward_model, inputs.scorer, roles.reward_model, max_length, run.spans.record_call),
         estimator=inputs.estimator,
         kl_control=KLControl(

@@ -12,6 +12,7 @@ from pellucid.config import RunConfig
 from pellucid.console import console
 from pellucid.errors import UserError
 from pellucid.files.checkpoint_store import CheckpointStore
+from pellucid.rollout.requests import WeightUpdate, run_sync
 from pellucid.run import Run
 from pellucid.training.protocol import MODEL_FILE, OPTIMIZER_FILE, SHARDS
 
@@ -32,8 +33,10 @@ def save_checkpoint(run: Run, step: int) -> None:
     def start(folder: Path) -> Callable[[], None]:
         """Write what is small, and start writing weights and optimizers."""
         if "extra" in contents:
-            (folder / STATE_FILE).write_text(json.dumps({"step": step} | run.state_dict()))
-            run.save_files(folder)
+            state = {name: part.state_dict() for name, part in run.stateful.items()}
+            (folder / STATE_FILE).write_text(json.dumps({"step": step} | state))
+            if (mismatch := run.placement.roles.mismatch) is not None:
+                mismatch.policy.save(folder)
         if HF_FOLDER in contents:
             run.actor.save_hf(run.tokenizer, folder / HF_FOLDER)
         waits: list[Callable[[], None]] = []
@@ -154,8 +157,14 @@ def restore(run: Run, checkpoint: Path) -> None:
                 "Resume with the estimator that the run began with, or start a new run.",
             )
         run.critic.load(checkpoint / CRITIC_FOLDER, contents)
-    run.load_state_dict(json.loads((checkpoint / STATE_FILE).read_text()))
-    run.load_files(checkpoint)
+    state = json.loads((checkpoint / STATE_FILE).read_text())
+    for name, part in run.stateful.items():
+        part.load_state_dict(state[name])
+    roles = run.placement.roles
+    if roles.rollout is not None:
+        run_sync(roles.rollout.load_weights(WeightUpdate(run.actor.version)))
+    if roles.mismatch is not None:
+        roles.mismatch.policy.load(checkpoint)
 
 
 def is_due(step: int, frequency: int) -> bool:
