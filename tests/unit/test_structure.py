@@ -47,28 +47,30 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 900,
-    tuple(sorted(BASE)): 750,
-    ("algo",): 1150,
-    ("config",): 3500,
-    ("tasks", "data", "reward"): 1300,
+    ("loop", *sorted(RUN - {"loop"})): 2300,
+    tuple(sorted(BASE)): 870,
+    ("algo",): 1240,
+    ("config",): 3930,
+    ("tasks", "data", "reward"): 1400,
     ("training",): 2900,
     ("roles",): 650,
-    ("rollout", "agents"): 1500,
-    ("ranks",): 1400,
-    ("observe",): 4600,
-    ("precision",): 3500,
+    ("rollout", "agents"): 1750,
+    ("ranks",): 1550,
+    ("observe",): 4950,
+    ("precision",): 3700,
     ("metrics", "files"): 1250,
-    ("cli", "doctor"): 2000,
+    ("cli", "doctor"): 2100,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
+MAX_LINES = 26_000
+"""Of all the source, before further engines, agents and the dashboard come in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}
 """Folders in which a file is called as its section, tool or command is, though another folder may have the same name."""
-STILL_OVER = {"budgets"}
+STILL_OVER = {"whole"}
 """Rules that the source does not yet satisfy; each is crossed out for good once it does."""
 
 MARKERS = re.compile("|".join(["NotImplemented" + "Error", "TO" + "DO", "FIX" + "ME", r"\bXX" + r"X\b", r"\bHA" + r"CK\b"]))
@@ -206,6 +208,11 @@ def over_budget() -> list[str]:
     return [f"{', '.join(rooms[:3])}: {sums[rooms]} of {limit} lines" for rooms, limit in BUDGETS.items() if sums[rooms] > limit]
 
 
+def whole() -> list[str]:
+    lines = sum(path.read_text().count("\n") for path in sources)
+    return [f"{lines} of {MAX_LINES} lines"] * (lines > MAX_LINES)
+
+
 def forbidden_arrows() -> list[str]:
     return [
         f"{name_of(path)}:{line}: {room_of(path)} imports {module}"
@@ -262,7 +269,7 @@ def wide_lines() -> list[str]:
     ]
 
 
-RULES = {"budgets": over_budget, "arrows": forbidden_arrows, "circles": circles, "names": shared_names, "columns": wide_lines}
+RULES = {"budgets": over_budget, "whole": whole, "arrows": forbidden_arrows, "circles": circles, "names": shared_names, "columns": wide_lines}
 
 
 def test_every_room_has_a_budget():

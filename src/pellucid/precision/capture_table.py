@@ -5,6 +5,9 @@ joined by depends on what is compared: single calls, or modules whose sums over 
 ranks.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# pyarrow.compute makes its functions only when it is imported.
+
 import math
 import re
 from collections.abc import Sequence

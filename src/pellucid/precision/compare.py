@@ -5,6 +5,9 @@ them over other ranks, by module and sample. A single capture is judged by its N
 of it, a `Comparison`, `text.py` and `heatmap.py` show.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# pyarrow.compute makes its functions only when it is imported.
+
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

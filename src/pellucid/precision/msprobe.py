@@ -51,7 +51,7 @@ def _print_log(_logger: object, level: str, message: str, **_: object) -> None:
     log.log(_LOG_LEVELS[level], "msprobe: %s", message)
 
 
-BaseLogger._print_log = _print_log
+BaseLogger._print_log = _print_log  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check(config_path: str, level: str | None) -> None:

@@ -270,7 +270,7 @@ def _bad_parameter(
     for name, parameter in (named for model in models for named in model.named_parameters()):
         if (tensor := of(parameter)) is None:
             continue
-        own = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        own = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
         num_nan, num_bad = int(own.isnan().sum()), int((~own.isfinite()).sum())
         if num_bad:
             what, counts = "NaN" if num_nan else "Inf", f"its part on this rank: {num_bad:,} of {own.numel():,} values"
