@@ -34,6 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (not groups[item].startswith("ray"), -num_slow[groups[item]], "integration" not in item.path.parts))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Check that the workers are told: without groups every worker starts Ray, and the suite takes twice as long."""
+    spread = [item.nodeid for item in session.items if not item.nodeid.partition("::")[2].count("@")]
+    if hasattr(session.config, "workerinput") and session.config.option.loadgroup and spread:
+        raise pytest.UsageError(f"pytest-xdist does not see that {spread[0]} belongs to a group")
+
+
 class ProcessGuard:
     """Fails a test of the fast folders that starts a Python process or forks and is not marked so.
 

@@ -1,6 +1,7 @@
 """Weights on their way from a training engine to a rollout engine: buckets, digests, transports, and who checks them."""
 
 import multiprocessing
+import pickle
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,9 @@ def test_another_process_reads_them_from_shared_memory():
 
 def test_a_tensor_that_arrives_changed_is_named():
     sender, receiver = trainer(seed=3), trainer()
-    with pytest.raises(WeightsDifferError, match=f"{NAME}.*sent {tensor_digest(sender.model.get_parameter(NAME))}"):
+    with pytest.raises(WeightsDifferError, match=f"{NAME}.*sent {tensor_digest(sender.model.get_parameter(NAME))}") as error:
         load_buckets(altered(sender.weights(10_000)), model_tensors(receiver.model), verify=True)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value), "a rank cannot tell the controller"
     load_buckets(altered(sender.weights(10_000)), model_tensors(receiver.model), verify=False)
 
 

@@ -8,6 +8,7 @@ from config_cases import error_of, load, notices
 
 from pellucid.config import load_config
 from pellucid.config.schema import msprobe_json
+from pellucid.config.schema.profiler import PrecisionDebuggerConfig
 
 SECTION = "global_profiler.global_tool_config.precision_debugger"
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout"))
@@ -99,6 +100,7 @@ MISTAKES = [
         f"{SECTION}.level",
         f"to another value, by {ACTOR}.tool_config.precision_debugger",
     ),
+    ([f"{ACTOR}.tool_config.precision_debugger.data_dir=out"], f"{ACTOR}.tool_config.precision_debugger.data_dir", "save_path"),
     ([*CRITIC, "critic.profiler.tool=torch"], "critic.profiler.tool_config.torch.discrete", "all roles must agree"),
     ([f"{ACTOR}.schedule={{stages: [actor_update], unit: decode_step}}"], f"{ACTOR}.schedule.unit", "no unit of"),
 ]
@@ -119,19 +121,21 @@ IN_THE_FILE = [
     ({"dump_path": "./dump"}, "dump_path", "global_profiler.save_path"),
     ({"load": {"path": "."}}, "load", "leaves what the run computes"),
     ({"dump_enable": False}, "dump_enable", "say when captures begin"),
+    ({"levle": "L1"}, "levle", "Did you mean 'level'?"),
+    ({"statistics": {"scop": []}}, "statistics.scop", "Did you mean 'scope'?"),
 ]
 
 
 @pytest.mark.parametrize(("content", "key", "words"), IN_THE_FILE)
 def test_what_is_wrong_with_the_json_file(content, key, words, written):
     path = written(content).partition("=")[2]
-    [error] = msprobe_json.mistakes(path)
+    [error] = msprobe_json.mistakes(path, PrecisionDebuggerConfig())
     assert error.field == f"{path}, {key}" and words in str(error)
 
 
 @pytest.mark.parametrize("content", [FULL, {"level": None}, {"task": "tensor", "level": "mix", "tensor": {"list": []}}])
 def test_a_good_json_file(content, written):
-    assert not [*msprobe_json.mistakes(written(content).partition("=")[2])]
+    assert not [*msprobe_json.mistakes(written(content).partition("=")[2], PrecisionDebuggerConfig())]
 
 
 @pytest.mark.parametrize(("content", "words"), [("{", "not valid JSON"), ("[]", "no JSON object"), (b"\xff", "not valid")])
@@ -326,3 +330,8 @@ def test_the_example_without_those_keys_runs(recipe, written):
 def test_the_sentinel_is_off_by_default():
     assert not load().config.trainer.nan_sentinel
     assert load("trainer.nan_sentinel=true").config.trainer.nan_sentinel
+
+
+def test_the_level_is_said_in_one_place(written):
+    error = error_of(*ON, f"{SECTION}.backend=msprobe", f"{SECTION}.level=L0", written({"level": "L1"}))
+    assert error.field == f"{SECTION}.level" and "Remove one of the two" in str(error)

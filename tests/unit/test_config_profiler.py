@@ -222,7 +222,7 @@ def test_old_keys_are_said_with_the_new_yaml_and_what_is_not_as_it_looks(written
 def test_old_keys_by_role(written, text, new):
     migrated, changes = migrate(written(text))
     assert yaml.safe_load(migrated) == new
-    assert len(changes) == 1
+    assert len([line for line in changes if "→" in line]) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,15 @@ def test_migrating_keeps_the_keys_of_a_role_that_the_fragment_does_not_show(writ
     for name in [*section.split("."), "profiler"]:
         block = block[name]
     assert block == {"enable": True, "ranks": [0]}
-    assert len(changes) == 1
+    assert changes[1:] == [line for line in changes if line.startswith(f"{section}.profiler acts in runs with")] != []
     steps = ["global_profiler.steps=[1]", "global_profiler.tool=torch"]
     assert any(f"COLLECTS NOTHING of {section}" in line for line in load(*steps, source=written(text)).notices)
+
+
+def test_the_cpu_is_added_to_what_an_npu_collects_and_said():
+    asked = ["global_profiler.steps=[1]", "global_profiler.tool=npu", f"{ACTOR}.enable=true", f"{ACTOR}.all_ranks=true"]
+    notices = load(*asked, f"{ACTOR}.tool_config.npu.contents=[npu]").notices
+    assert any("npu.contents: cpu is added" in line for line in notices), notices
 
 
 @pytest.mark.parametrize(("given", "meant"), [("true", "text"), ("false", "off"), ("db", "db"), ("text", "text")])

@@ -50,7 +50,7 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 2300,
     tuple(sorted(BASE)): 870,
     ("algo",): 1240,
-    ("config",): 3930,
+    ("config",): 4000,
     ("tasks", "data", "reward"): 1400,
     ("training",): 2900,
     ("roles",): 650,

@@ -155,9 +155,17 @@ def _profiling(old: Tree, tool: str) -> Tree:
             new |= {f"{block}.enable": True} | {f"{block}.{name}": value for name, value in ranks.items()}
         elif keys or (role in ACTOR_FOLLOWERS and roles[PROFILED_SECTIONS["actor"]]):
             new[f"{block}.enable"] = False
-        if keys.get("profile_discrete"):
-            new[f"{block}.tool_config.{tool}.discrete"] = True
+        if keys.get("profile_discrete") or (any(ranks.values()) and "profile_discrete" in keys):
+            new[f"{block}.tool_config.{tool}.discrete"] = bool(keys["profile_discrete"])
     return new
+
+
+_NEEDED = {
+    "critic": "algorithm.adv_estimator: gae",
+    "reward_model": "reward_model.enable: true",
+    "actor_rollout_ref.ref": "actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward: true",
+}
+"""Sections of roles that only some runs have, and what gives a run the role."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +200,15 @@ def _beside(name: str, *more: str) -> Callable[[str, Any], Tree]:
 
 
 def _for_all_roles(key: str, block: Any) -> Tree:
-    """Read a role's settings of the precision debugger, which has one setting for all roles."""
-    return {f"{PRECISION}.{name}": value for name, value in block.items() if value not in (None, False)}
+    """Read a role's settings of the precision debugger, which has one setting for all roles.
+
+    Raises:
+        UserError: a setting that the run, or the role's profiler, decides.
+    """
+    told = {name: value for name, value in block.items() if value not in (None, False) and name != "enable"}
+    for name in told.keys() & _MOVED.keys():
+        raise UserError(f"{key}.{name}", "is not a setting of the tool here.", _MOVED[name])
+    return {f"{PRECISION}.{name}": value for name, value in told.items()}
 
 
 def _tis(key: str, value: Any) -> Tree:
@@ -393,6 +408,9 @@ def migrate(source: Path) -> tuple[str, list[str]]:
         for key, value in item.new.items():
             put(tree, key, value)
         changes.append(f"{_line(item.keys)} → {_line(item.new) or 'removed (changes nothing here)'}")
+        for section, needs in _NEEDED.items():
+            if item.new.get(f"{section}.profiler.enable"):
+                changes.append(f"{section}.profiler acts in runs with {needs}.")
     return OmegaConf.to_yaml(OmegaConf.create(tree)), changes
 
 

@@ -10,7 +10,7 @@ import types
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pellucid.config.fields import Alias, OrImportPath, Range, default_of, is_import_path, link_of, yaml_word
+from pellucid.config.fields import Alias, Length, OrImportPath, Range, default_of, is_import_path, link_of, yaml_word
 from pellucid.errors import UserError, did_you_mean, nearest
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def type_text(hint: Any) -> str:
     """Return a type as users read it, e.g. `int ≥ 1 or null` or `auto | cpu | cuda`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        said = [str(meta) for meta in args[1:] if isinstance(meta, Range | OrImportPath)]
+        said = [str(meta) for meta in args[1:] if isinstance(meta, Range | Length | OrImportPath)]
         return " ".join(filter(None, [type_text(args[0]), *said]))
     if origin is Literal:
         return " | ".join(yaml_word(arg) for arg in args)
@@ -135,7 +135,7 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
             remedy = "Write it as 'package.module:name' or 'file.py:name'."
             raise UserError(key, f"'{value}' is not an import path.", remedy)
         made = _value(value, args[0], key, allowed)
-        if not all(meta.holds(made) for meta in args[1:] if isinstance(meta, Range)):
+        if not all(meta.holds(made) for meta in args[1:] if isinstance(meta, Range | Length)):
             raise UserError(key, f"{_shown(value)} is out of range; it must be {allowed}.")
         return made
     if origin in (Union, types.UnionType):

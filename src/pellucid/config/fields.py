@@ -40,6 +40,20 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Length:
+    """Exact number of entries of a list."""
+
+    count: int
+
+    def holds(self, value: list[Any]) -> bool:
+        """Tell whether the list has that many entries."""
+        return len(value) == self.count
+
+    def __str__(self) -> str:
+        return f"with {self.count} entries"
+
+
+@dataclass(frozen=True)
 class Alias:
     """Another spelling of a value."""
 

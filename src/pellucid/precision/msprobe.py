@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msprobe.core.common.const import FileCheckConst
 from msprobe.core.common.exceptions import CodedException
 from msprobe.core.common.log import BaseLogger
 from msprobe.core.dump.common_config import CommonConfig
@@ -44,6 +45,8 @@ log = logging.getLogger("pellucid.observe")
 _LOG_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.DEBUG, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 _Debugger: Any = PrecisionDebugger
 _Operator: Any = HOOKModule
+_session = threading.Lock()
+"""Held from the beginning of a session until msprobe is out of the process again."""
 
 
 def _print_log(_logger: object, level: str, message: str, **_: object) -> None:
@@ -98,9 +101,12 @@ class MsprobeSession:
         Raises:
             RuntimeError: a `PrecisionDebugger` is in use in this process; or msprobe cannot begin.
         """
-        if _Debugger._instance is not None:
+        if not _session.acquire(blocking=False):
             raise RuntimeError("msprobe's PrecisionDebugger is in use in this process already")
         with ExitStack() as undo:
+            undo.callback(_session.release)
+            if _Debugger._instance is not None:
+                raise RuntimeError("a PrecisionDebugger that is not the run's is in use in this process")
             undo.enter_context(_left_as_found(self._models))
             undo.callback(setattr, _Debugger, "_instance", None)
             with _explained():
@@ -174,10 +180,12 @@ def _left_as_found(models: list[nn.Module]) -> Iterator[None]:
     hooks: list[MutableMapping[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooks += [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     call, _Operator._call_func = _Operator._call_func, _surviving(_Operator._call_func)
+    pattern: Any = FileCheckConst.FILE_VALID_PATTERN
+    FileCheckConst.FILE_VALID_PATTERN = ""  # it refuses folders with a blank or an equals sign in their names
     try:
         yield
     finally:
-        _Operator._call_func = call
+        _Operator._call_func, FileCheckConst.FILE_VALID_PATTERN = call, pattern
         unpatch_dynamo_compile()
         unpatch_triton_jitfunction_run()
         for place, before in functions:

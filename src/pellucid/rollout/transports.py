@@ -22,7 +22,11 @@ class WeightsDifferError(RuntimeError):
     """A rollout engine holds another tensor than the trainer has sent."""
 
     def __init__(self, name: str, sent: str, held: str) -> None:
-        super().__init__(f"the rollout engine's '{name}' has digest {held}, and the trainer has sent {sent}")
+        super().__init__(name, sent, held)  # what it takes to make it again in another process
+        self.name, self.sent, self.held = name, sent, held
+
+    def __str__(self) -> str:
+        return f"the rollout engine's '{self.name}' has digest {self.held}, and the trainer has sent {self.sent}"
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pellucid.algo.catalog import POLICY_LOSSES
-from pellucid.config.fields import MISSING, Alias, Needs, OrImportPath, Range, option
+from pellucid.config.fields import MISSING, Alias, Length, Needs, OrImportPath, Range, option
 from pellucid.config.schema.profiler import ProfilerConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig, Strategy
 
@@ -52,7 +52,7 @@ class OptimConfig:
     """Optimizer steps over which the schedule is laid out; -1 is filled in from the run's own length."""
     weight_decay: Annotated[float, Range(ge=0)] = 0.01
     """Decoupled weight decay of AdamW."""
-    betas: list[Annotated[float, Range(ge=0, lt=1)]] = field(default_factory=lambda: [0.9, 0.999])
+    betas: Annotated[list[Annotated[float, Range(ge=0, lt=1)]], Length(2)] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of AdamW's running mean of the gradient and of its square."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after warm-up: it stays, or falls along a cosine or a line to `min_lr_ratio`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pellucid.config.fields import Needs, Range, option
+from pellucid.config.fields import Alias, Needs, Range, option
 
 Positive = Annotated[int, Range(ge=1)]
-Frequency = Annotated[int, Range(ge=-1)]
+Frequency = Annotated[int, Alias(0, -1), Range(ge=-1)]
 CRITIC = Needs(
     "has_critic",
     otherwise="with adv_estimator: {0.algorithm.adv_estimator}, which has no critic",

@@ -35,7 +35,7 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             remedy = 'Name one, e.g. with {"task": "statistics", "level": "L0"}; or set backend: native.'
             yield UserError(f"{SECTION}.config_path", reason, remedy)
         else:
-            yield from msprobe_json.mistakes(settings.config_path)
+            yield from msprobe_json.mistakes(settings.config_path, settings)
 
 
 def unusual(config: RunConfig) -> Iterator[str]:

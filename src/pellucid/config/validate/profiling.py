@@ -221,6 +221,10 @@ def unusual(config: RunConfig, changed: dict[str, Changed]) -> Iterator[str]:
             if (why := why_not_captured(config, Stage(name))) is not None:
                 yield f"{role.key}.schedule.stages: {name} {why}."
     used = {role.block.tool for role in collecting}
+    for role in collecting:
+        contents = role.block.tool_config.npu.contents
+        if role.block.tool == "npu" and contents and "cpu" not in contents:
+            yield f"{role.key}.tool_config.npu.contents: cpu is added, without which nothing is captured."
     if _captures_controller(config):
         used.add(config.global_profiler.tool)
     sections = (_GLOBAL, *(role.key for role in collecting if role.sets("tool_config")))
