@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import warnings
 from contextlib import suppress
 
 import pytest
@@ -262,6 +263,17 @@ def test_what_cannot_be_repeated_is_said_to_be_so():
     finding = found(forward(one))
     assert not finding.reproduced and "not reproducible" in finding.sentence()
     assert (finding.place, finding.unit, finding.index) == ("model.layers.1.mlp", "micro-batch", 2)
+
+
+def test_filters_of_warnings_that_others_set_during_a_capture_stay():
+    def loss_of_another_thread(rows, scores):
+        warnings.filterwarnings("ignore", message="set meanwhile")
+        return loss(rows, scores)
+
+    with warnings.catch_warnings():
+        one = engine()
+        one.finding(update(one, loss_of_another_thread).call)
+        assert any(pattern is not None and pattern.pattern == "set meanwhile" for _, pattern, *_ in warnings.filters)
 
 
 def test_bfloat16_and_recomputed_layers():

@@ -77,7 +77,7 @@ class NativeSession:
 
     def _begin(self) -> None:
         self._thread = threading.get_ident()
-        self._undo.enter_context(warnings.catch_warnings())
+        # For good: to put the filters back would take away what other threads have set meanwhile.
         # A module whose inputs need no gradient, such as an embedding, is told of its outputs' alone, which is as it
         # should be.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
