@@ -276,6 +276,24 @@ def test_filters_of_warnings_that_others_set_during_a_capture_stay():
         assert any(pattern is not None and pattern.pattern == "set meanwhile" for _, pattern, *_ in warnings.filters)
 
 
+@pytest.mark.parametrize("run", ["forward", "update"])
+def test_a_module_of_the_reference_is_named_where_an_exact_kl_runs_it(run):
+    one, other = engine(), engine(on=False).engine
+    one.sentinel.modules_of = lambda stage: other.modules if stage is Stage.REF_COMPUTE_LOG_PROB else one.modules
+    with torch.no_grad():
+        other.model.model.layers[1].mlp.up_proj.weight[3, 5] = math.nan
+    head = LogProbHead(1.0, reference=other)
+    if run == "forward":
+        action = forward(one, head)
+    else:
+        action = Action(one, lambda: one.train_mini_batch(sequences(), head, lambda rows, scores: scores.kl.sum()))
+    failure(action)
+    flagged, finding = one.sentinel._finding.place, repeated(action)
+    assert flagged == "reference.model.layers.1.mlp" or flagged.startswith("reference.model.layers.1.mlp."), flagged
+    assert (finding.place, finding.kind) == ("reference.model.layers.1.mlp.up_proj", "Linear")
+    assert finding.cause == "its inputs are finite, its weight is not"
+
+
 def test_bfloat16_and_recomputed_layers():
     one = engine(dtype=torch.bfloat16)
     enable_gradient_checkpointing(one.model)

@@ -29,6 +29,8 @@ from pellucid.stages import TokenSpans
 HEAD = "Module.scores.TokenScores"
 """Entries of what the output head, which is no module, makes of the final hidden states."""
 LOSS = "Module.loss.Loss"
+REFERENCE = "reference."
+"""What the names of a reference's modules begin with, beside those of the model that is trained."""
 
 
 class NativeSession:
@@ -36,17 +38,25 @@ class NativeSession:
 
     Args:
         models: what the stage runs; each chunk of a model that is cut into several.
+        reference: of these all names begin with `reference.`; an exact KL runs them on the same passes.
         about: whose capture it is; the session fills in times, passes and how it ended.
         modules: record calls of modules.
         operators: record calls of PyTorch's functions.
     """
 
     def __init__(
-        self, models: Sequence[torch.nn.Module], about: About, *, modules: bool = True, operators: bool = False
+        self,
+        models: Sequence[torch.nn.Module],
+        about: About,
+        *,
+        reference: Sequence[torch.nn.Module] = (),
+        modules: bool = True,
+        operators: bool = False,
     ) -> None:
         self.error: Exception | None = None
         """What a hook raised; nothing was recorded after it."""
-        self._models, self._about, self._with_modules = tuple(models), about, modules
+        self._named = [*named_modules(models), *named_modules(reference, REFERENCE)]
+        self._about, self._with_modules = about, modules
         first = next((parameter for model in models for parameter in model.parameters()), None)
         self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
         self._operators = OperatorRecorder(self._recorder, self._inside, self._guarded) if operators else None
@@ -83,7 +93,7 @@ class NativeSession:
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         # The decoder's output object; its hidden states are those of the norm before it.
         warnings.filterwarnings("ignore", message="For backward hooks to be called")
-        for path, module in named_modules(self._models):
+        for path, module in self._named:
             prefix = entry_prefix(path, module)
             if next(module.parameters(recurse=False), None) is not None:
                 self._owners.append((prefix, module))

@@ -15,16 +15,16 @@ def class_name(module: torch.nn.Module) -> str:
     return kind.__bases__[1].__name__ if isinstance(module, FSDPModule) else kind.__name__
 
 
-def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+def named_modules(models: Sequence[torch.nn.Module], prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield path and module of all that is inside the models, outermost first.
 
-    Paths of a model in several chunks begin with the chunk's number, as msprobe has it.
+    Paths begin with `prefix`, and of a model in several chunks with the chunk's number, as msprobe has it.
     """
     for index, model in enumerate(models):
-        prefix = f"{index}." if len(models) > 1 else ""
+        of_chunk = f"{prefix}{index}." if len(models) > 1 else prefix
         for path, module in model.named_modules():
             if path:
-                yield prefix + path, module
+                yield of_chunk + path, module
 
 
 def entry_prefix(path: str, module: torch.nn.Module) -> str:

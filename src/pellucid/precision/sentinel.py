@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
-from pellucid.precision.capture import NativeSession
+from pellucid.precision.capture import REFERENCE, NativeSession
 from pellucid.precision.dump import About, StageDump
 from pellucid.precision.finding import HEAD, Finding, first_bad, not_found_again
 from pellucid.precision.naming import class_name
@@ -101,6 +101,8 @@ class Sentinel:
         self._flags: Flags | None = None
         self._models: tuple[nn.Module, ...] = ()
         """Those of the stage that is watched."""
+        self._reference: tuple[nn.Module, ...] = ()
+        """Those that an exact KL runs on the same passes."""
         self._locating: Stage | None = None
         self._session: NativeSession | None = None
         """The capture of the pass in hand, where a stage is repeated."""
@@ -119,7 +121,9 @@ class Sentinel:
         if stage is None or not models:
             yield
             return
-        self._models = models
+        is_actor = ROLE_OF.get(stage) == "actor"
+        others = self.modules_of(Stage.REF_COMPUTE_LOG_PROB) if is_actor else ()
+        self._models, self._reference = models, tuple(module for module in others if module not in models)
         if self._locating:
             yield
             return
@@ -130,8 +134,9 @@ class Sentinel:
             flags.add(place, class_name(module), output)
 
         handles = [
-            module.register_forward_hook(partial(hook, path or "the model"))
-            for model in models
+            module.register_forward_hook(partial(hook, prefix + path or "the model"))
+            for prefix, those in (("", models), (REFERENCE, self._reference))
+            for model in those
             for path, module in flagged_modules(model, samples=_model_stage(stage) is Stage.ROLLOUT_GENERATE)
         ]
         self._flags = flags
@@ -205,7 +210,7 @@ class Sentinel:
         if not self._locating or self.dump is not None:
             yield
             return
-        self._session = session = NativeSession(self._models, self._about(self._locating))
+        self._session = session = NativeSession(self._models, self._about(self._locating), reference=self._reference)
         session.begin()
         session.begin_pass(spans, unit)
         try:

@@ -98,7 +98,7 @@ class Measurer:
     2^64; the number of bytes is added last. It tells order, and any change within one word for certain.
 
     Args:
-        device: where all tensors lie.
+        device: where tensors lie; others, such as offloaded weights, are copied there.
         kernel: what measures; None is numba on CPU where it is installed, else PyTorch.
     """
 
@@ -124,7 +124,7 @@ class Measurer:
         Raises:
             ValueError: if the dtype is not in `MEASURABLE`, or the elements cannot be shared equally by the tokens.
         """
-        tensor = tensor.detach()
+        tensor = tensor.detach().to(self._device)
         if tensor.dtype not in MEASURABLE:
             raise ValueError(f"cannot measure a tensor of {tensor.dtype}")
         if tensor.is_complex():
