@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 UPDATED_WEIGHTS = "norm of the updated weights"
 """The quantity that is not finite where an optimizer step itself spoiled the weights."""
+NORMALISER = "the normaliser of a next-token distribution"
+"""The quantity that is not finite where no token can be drawn."""
 
 
 class UserError(ValueError):
@@ -66,7 +68,7 @@ class NonFiniteError(RuntimeError):
         super().__init__(quantity, value, rows)
         self.quantity, self.value, self.rows, self.mini_batch = quantity, value, rows, mini_batch
         self.origin = ""
-        """A sentence that says where it began, once a replay has shown that."""
+        """A sentence that says where it began, once a repetition has shown that."""
         self.folder: Path | None = None
         """The folder that holds what it was computed from, once that is saved."""
 

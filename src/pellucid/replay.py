@@ -30,7 +30,6 @@ from pellucid.failures import (
     save_failure,
     save_finding,
 )
-from pellucid.ranks.rank_failures import RankFailedError
 from pellucid.rollout.requests import WeightUpdate, run_sync
 from pellucid.stages import ROLE_OF, Stage
 from pellucid.types import Samples
@@ -79,7 +78,7 @@ def _locate(run: FailingRun, failure: Failure, on_done: Callable[[int], None]) -
             with contextlib.suppress(NonFiniteError), sentinel.watch(failure.stage):
                 again(lambda _: on_done(0))  # a sign of life; nothing is done twice
         finding = sentinel.take_finding()
-    except RankFailedError as reason:
+    except RuntimeError as reason:  # a rank that failed, or too little memory for captures: the failure matters more
         notice(f"{failure} could not be repeated to find out where it goes wrong ({reason}).", style="red")
         return None
     return None if finding is None else _told(finding, failure)

@@ -4,6 +4,7 @@ import math
 import pickle
 import warnings
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pellucid.failures import Failure
 from pellucid.precision.finding import HEAD as HEAD_PLACE
 from pellucid.precision.finding import LOSS, Finding
 from pellucid.precision.sentinel import Flags, Sentinel
-from pellucid.replay import _told
+from pellucid.replay import _locate, _told
 from pellucid.roles.mini_batches import update_each
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.requests import SamplingParams
@@ -265,6 +266,35 @@ def test_what_cannot_be_repeated_is_said_to_be_so():
     assert (finding.place, finding.unit, finding.index) == ("model.layers.1.mlp", "micro-batch", 2)
 
 
+@pytest.mark.parametrize(
+    "step",
+    ["capture.NativeSession._begin", "capture.Recorder.measure", "capture.Recorder.dump", "sentinel.first_bad"],
+)
+def test_a_capture_that_fails_is_said_to_have_failed(monkeypatch, step):
+    one, calls = engine(), []
+    plain = one.model.model.layers[0].mlp.forward
+    one.model.model.layers[0].mlp.forward = lambda x: plain(BadGradient.apply(x, 5))
+    assert failure(update(one)).quantity == "grad_norm"
+
+    def full(*args):
+        calls.append(1)
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(f"pellucid.precision.{step}", full)
+    finding = repeated(update(one))
+    assert finding.cause == "the capture of the repetition failed (OutOfMemoryError: no memory left)"
+    assert not finding.reproduced and len(calls) == 1, "later passes are not captured"
+
+
+def test_a_repetition_that_fails_leaves_the_failure_as_it_is(monkeypatch):
+    def full(on_done):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr("pellucid.replay.stage_call", lambda *args: full)
+    run = SimpleNamespace(config=None, placement=SimpleNamespace(sentinel=Sentinel(), roles=None))
+    assert _locate(run, Failure(Stage.ACTOR_UPDATE, 1, "loss", None, []), lambda _: None) is None
+
+
 def test_filters_of_warnings_that_others_set_during_a_capture_stay():
     def loss_of_another_thread(rows, scores):
         warnings.filterwarnings("ignore", message="set meanwhile")
@@ -350,7 +380,8 @@ def test_a_gradient_that_spoils_weights_first_is_named_with_its_sample():
 
 def test_a_gradient_norm_that_alone_overflows_is_in_no_module():
     finding = found(update(engine(), lambda rows, scores: scores.logp.sum() * 1e36))
-    assert not finding.reproduced and "computed outside of modules overflows" in finding.cause
+    assert (finding.place, finding.direction, finding.what, finding.reproduced) == ("grad_norm", "backward", "Inf", False)
+    assert "every gradient is finite and their norm overflows" in finding.cause
 
 
 def test_a_bad_value_that_no_loss_reads_stops_the_update():
@@ -456,6 +487,13 @@ def test_a_prefill_is_named_though_sampling_goes_on(tokenizer):
     finding = found(sample(one))
     assert (finding.place, finding.unit, finding.index) == ("model.layers.1.mlp", "prefill", 1)
     assert finding.samples == ["p1 (prompt)"]
+
+
+def test_logits_that_overflow_after_the_last_module_are_said_to(tokenizer):
+    one = sample(rollout_engine(tokenizer), SamplingParams(n=2, max_tokens=4, ignore_eos=True, temperature=1e-38))
+    finding = found(one)
+    assert (finding.place, finding.reproduced) == ("the normaliser of a next-token distribution", False)
+    assert "the logits that are drawn from overflow in their scaling or softmax" in finding.cause
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------

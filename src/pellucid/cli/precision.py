@@ -192,7 +192,8 @@ def replay(
         why = "what ended the run is computed outside of modules, or not reproducible from its batch and weights"
         return _say(f"{failure} is finite this time, in one process on one device: {why}.", "")
     there = "" if capture is None else f"\ncapture of that pass: {capture}"
-    _say(f"found again in {failure}: {finding.sentence()}{there}", "red")
+    again = "found again" if finding.reproduced else "not found again"
+    _say(f"{again} in {failure}: {finding.sentence()}{there}", "red")
     raise typer.Exit(1)
 
 

@@ -267,10 +267,10 @@ class NativeSession:
         """Begin what may fail without ending the training."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Keep an error for the end of the capture."""
+        """Keep the first error for the end of the capture."""
         if isinstance(error, Exception):
-            self.error = error
-        return self.error is error and error is not None
+            self.error = self.error or error
+        return isinstance(error, Exception)
 
     def _unhook(self) -> None:
         self._undo.close()

@@ -1,27 +1,33 @@
 """Where NaN or Inf first appeared, as data, and the sentence that people read.
 
-`first_bad` reads it off the capture of the pass that a replay found to be wrong; ranks send theirs to the controller,
-and `finding.json` keeps the earliest. No torch here.
+`first_bad` reads it off captures of the passes when a stage is repeated, at once in the run or later in a replay; ranks
+send theirs to the controller, and `finding.json` keeps the earliest. No torch here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pellucid.errors import NORMALISER, NonFiniteError
 from pellucid.precision.dump import DumpRef, StageDump, leaves
 
 if TYPE_CHECKING:
     from pellucid.precision.compare import Divergence
 
+_Direction = Literal["forward", "backward", "optimizer"]
 HEAD, LOSS, BATCH = "the head", "the loss", "the batch"
 _MAX_SHOWN = 4
-_NOT_FOUND_AGAIN = (
-    "the same passes, repeated at once, gave finite numbers in every module: what is computed outside of modules "
-    "overflows, or it is not reproducible (failing hardware, or a race)"
-)
+_NOT_FOUND_AGAIN = "the same passes, repeated at once, gave finite numbers in every module: "
+_CHANCE = "it is not reproducible (failing hardware, or a race)"
+_OUTSIDE: dict[str, tuple[_Direction, str]] = {
+    "grad_norm": ("backward", "every gradient is finite and their norm overflows"),
+    NORMALISER: ("forward", "the logits that are drawn from overflow in their scaling or softmax"),
+}
+"""By quantity, what may overflow although no module has a flag."""
 
 
 @dataclass(slots=True)
@@ -32,7 +38,7 @@ class Finding:
     """A module's name in the model (`model.layers.3.mlp.down_proj`), a parameter's, or `the loss`."""
     kind: str
     """The module's class; empty for what is no module."""
-    direction: Literal["forward", "backward", "optimizer"]
+    direction: _Direction
     what: str
     """`NaN`, `Inf` or `NaN and Inf`."""
     cause: str
@@ -48,7 +54,7 @@ class Finding:
     order: tuple[int, int] = (0, 0)
     """Number of the pass, and place in it: smaller is earlier, also between ranks that run the same stage."""
     reproduced: bool = True
-    """False where repeating the same passes gave finite numbers."""
+    """False where repeating the same passes gave finite numbers, or they could not be captured."""
     stage: str = ""
     step: int = 0
     rank: int = 0
@@ -74,9 +80,17 @@ class Finding:
         return {"sentence": self.sentence(), **asdict(self)}
 
 
-def not_found_again(place: str = "an unknown place", kind: str = "", what: str = "NaN or Inf") -> Finding:
-    """Return the finding of a flag that no replay has explained."""
-    return Finding(place, kind, "forward", what, _NOT_FOUND_AGAIN, reproduced=False)
+def not_found_again(place: str, kind: str, what: str) -> Finding:
+    """Return the finding of a module's flag that no repetition has explained."""
+    return Finding(place, kind, "forward", what, _NOT_FOUND_AGAIN + _CHANCE, reproduced=False)
+
+
+def outside_of_modules(error: NonFiniteError) -> Finding:
+    """Return the finding of a failure for which no module has a flag, and that no repetition has explained."""
+    elsewhere: tuple[_Direction, str] = "forward", "what is computed outside of modules overflows"
+    direction, overflows = _OUTSIDE.get(error.quantity.rpartition("/")[2], elsewhere)
+    what, cause = "NaN" if math.isnan(error.value) else "Inf", f"{_NOT_FOUND_AGAIN}{overflows}, or {_CHANCE}"
+    return Finding(error.quantity, "", direction, what, cause, reproduced=False)
 
 
 def first_bad(dump: StageDump) -> Finding | None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.precision.capture import REFERENCE, NativeSession
 from pellucid.precision.dump import About, StageDump
-from pellucid.precision.finding import HEAD, Finding, first_bad, not_found_again
+from pellucid.precision.finding import HEAD, Finding, first_bad, not_found_again, outside_of_modules
 from pellucid.precision.naming import class_name
 from pellucid.stages import PREFILL, ROLE_OF, Stage, TokenSpans, Unit
 
@@ -106,6 +106,8 @@ class Sentinel:
         self._locating: Stage | None = None
         self._session: NativeSession | None = None
         """The capture of the pass in hand, where a stage is repeated."""
+        self._captures = False
+        """Whether the passes that come are captured: none was wrong so far, and all captures succeeded."""
         self._passes: Counter[str] = Counter()
         self._finding: Finding | None = None
 
@@ -151,13 +153,13 @@ class Sentinel:
         if failure is None:
             self._raise_flag(flags.first())
         else:
-            self._finding = self._finding or flags.first() or not_found_again()
+            self._finding = self._finding or flags.first() or outside_of_modules(failure)
             self._on_any_rank(True)
             raise failure
 
     def locate(self, stage: Stage) -> None:
         """Let the next stage that is watched, a repetition of one that failed, be searched for where it goes wrong."""
-        self._locating, self.dump = stage, None
+        self._locating, self.dump, self._captures = stage, None, True
         self._passes.clear()
 
     def take_finding(self) -> Finding | None:
@@ -203,31 +205,40 @@ class Sentinel:
 
     @contextmanager
     def _pass(self, unit: str, spans: TokenSpans) -> Iterator[None]:
-        """Enclose a pass; in a repetition it is captured, unless an earlier one was wrong."""
+        """Enclose a pass; in a repetition it is captured, unless an earlier one was wrong or could not be."""
         self._passes[unit] += 1
         if self._flags is not None:
             self._flags.begin_pass(unit)
-        if not self._locating or self.dump is not None:
+        if not self._locating or not self._captures:
             yield
             return
         self._session = session = NativeSession(self._models, self._about(self._locating), reference=self._reference)
-        session.begin()
+        with session:  # it keeps what it raises
+            session.begin()
         session.begin_pass(spans, unit)
         try:
             yield
         finally:
             self._session = None
-            dump = session.end()
-            if (finding := first_bad(dump)) is not None:
-                finding.unit, finding.index = unit, self._passes[unit]
-                finding.order = self._passes.total(), finding.order[1]
-                self._finding, self.dump = finding, dump
+            with session:
+                self._read(session.end(), unit)
+            if self._captures and (error := session.error) is not None:
+                self._captures = False
+                self._finding = self._finding or not_found_again("an unknown place", "", "NaN or Inf")
+                self._finding.cause = f"the capture of the repetition failed ({type(error).__name__}: {error})"
+
+    def _read(self, dump: StageDump, unit: str) -> None:
+        """Look for NaN and Inf in the capture of a pass."""
+        if (finding := first_bad(dump)) is not None:
+            finding.unit, finding.index = unit, self._passes[unit]
+            finding.order = self._passes.total(), finding.order[1]
+            self._finding, self.dump, self._captures = finding, dump, False
 
     @contextmanager
     def _optimizer_step(self) -> Iterator[None]:
         """Enclose an optimizer step, and name the weights that it spoils: it cannot be repeated."""
         if self._locating:
-            if self.dump is None:  # what is added up over passes and ranks is in none of their captures
+            if self._captures:  # what is added up over passes and ranks is in none of their captures
                 cause = "the gradients of each pass are finite, their sum is not"
                 bad = _bad_parameter(self._models, lambda parameter: parameter.grad, "backward", cause)
                 self._finding = bad or self._finding

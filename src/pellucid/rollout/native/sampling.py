@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from pellucid.errors import NonFiniteError
+from pellucid.errors import NORMALISER, NonFiniteError
 from pellucid.rollout.requests import SamplingParams
 
 
@@ -33,7 +33,7 @@ def draw_tokens(
     log_norm = torch.logsumexp(logits, dim=-1)
     if not bool(torch.isfinite(log_norm).all()):
         bad = (~torch.isfinite(log_norm)).nonzero()[:, 0].tolist()
-        raise NonFiniteError("the normaliser of a next-token distribution", float(log_norm[bad[0]]), bad)
+        raise NonFiniteError(NORMALISER, float(log_norm[bad[0]]), bad)
     if not params.do_sample:
         best, tokens = logits.max(dim=-1)
         return tokens, best - log_norm
