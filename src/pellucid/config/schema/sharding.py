@@ -1,4 +1,4 @@
-"""Sections `*.fsdp_config`: how a role's model is spread over its ranks by FSDP or FSDP2."""
+"""Sections `*.fsdp_config`: how a role's model is spread over its ranks by FSDP2."""
 
 from __future__ import annotations
 
