@@ -1,19 +1,22 @@
 """The command line of nsys, and what becomes of its files, as far as that needs no nsys."""
 
 import json
+import os
 import subprocess
 import sys
 from itertools import count
 from pathlib import Path
 
 import pytest
+from config_cases import load
 
 from pellucid.config.schema.profiler import GlobalNsysConfig
 from pellucid.errors import UserError
-from pellucid.observe import nsys_files
+from pellucid.observe import nsys_command as commands
+from pellucid.observe import nsys_files, recording
 from pellucid.observe.manifest import ProfileFile, read_journals
 from pellucid.observe.nsys_command import nsys_command
-from pellucid.observe.nsys_process import Recording
+from pellucid.observe.nsys_process import PROBLEM, Recording
 from pellucid.observe.tools.base import Capture
 from pellucid.stages import Stage
 
@@ -53,6 +56,32 @@ def test_options_of_the_users_own() -> None:
     assert options(WORKER | {"capture-range-end": "repeat-shutdown:2"})["capture-range-end"] == "repeat-shutdown:2"
     with pytest.raises(UserError, match=rf"{KEY}.output: cannot be set"):
         options({"output": "mine"})
+
+
+@pytest.mark.parametrize("placement", ["local", "ray"])
+def test_that_the_controller_is_not_recorded_says_nothing_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], placement: str
+) -> None:
+    monkeypatch.setenv(PROBLEM, "")
+    monkeypatch.delenv(PROBLEM)  # so that what is set here is gone afterwards
+    monkeypatch.setattr(recording, "check_nsys", lambda: None)
+    monkeypatch.setattr(recording, "record", lambda *arguments: (None, "no such option"))
+    section = "actor_rollout_ref.actor.profiler"
+    asked = ["global_profiler.tool=nsys", "global_profiler.steps=[1]", f"{section}.enable=true", f"{section}.ranks=[0]"]
+    where = [f"trainer.placement={placement}", f"trainer.default_local_dir={tmp_path}"]
+    assert recording.run_recorded(load(*asked, *where).config, []) is None
+    assert (PROBLEM in os.environ) is (placement == "local")
+    assert ("no such option" in capsys.readouterr().err) is (placement == "ray")
+
+
+def test_only_a_process_that_is_not_recorded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROBLEM, "no such option")
+    monkeypatch.setattr(commands.shutil, "which", lambda name: name)
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(UserError, match="no such option"):
+        commands.check_nsys()
+    monkeypatch.setattr(commands, "own_recording", lambda: Recording("raw", None, 1))
+    commands.check_nsys()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pellucid.errors import MissingExtraError, UserError
-from pellucid.observe.nsys_process import PROBLEM
+from pellucid.observe.nsys_process import PROBLEM, own_recording
 
 DOMAIN, CAPTURE_RANGE = "pellucid", "capture"
 """NVTX domain of all ranges, and the range in it that opens a capture where CUDA's own calls cannot."""
@@ -96,5 +96,5 @@ def check_nsys() -> None:
         )
     if importlib.util.find_spec("nvtx") is None:
         raise MissingExtraError("global_profiler.tool", "nvtx", "profile")
-    if (problem := os.environ.get(PROBLEM)) is not None:
+    if own_recording() is None and (problem := os.environ.get(PROBLEM)) is not None:
         raise UserError(_KEY, problem, "See `nsys profile --help` for the options that this version takes.")

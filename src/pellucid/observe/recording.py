@@ -54,7 +54,7 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
     # As the installed command does, without the current folder among the places of modules.
     status, problem = record(command, raw / "controller", [sys.executable, "-P", "-c", _MAIN, *arguments])
     captured = _finish_files(raw, run_dir)
-    if status is None:
+    if status is None and local:  # Ray's ranks would inherit it
         os.environ[PROBLEM] = problem  # for `check_tools`
     elif problem:
         _say_problem(problem)
