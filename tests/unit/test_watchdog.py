@@ -14,6 +14,7 @@ import pytest
 
 from pellucid.files.rundir import RunDir
 from pellucid.metrics.display import StepDisplay
+from pellucid.observe import stall_guard
 from pellucid.observe.stall import StallError, end_processes, main_frames, record_end, write_report
 from pellucid.observe.watchdog import BEAT_BYTES, Memory, Stall, Watchdog, read_stall
 
@@ -104,6 +105,16 @@ def test_a_beat_that_is_put_off_comes_later(watchdog, clock):
         assert read_stall(clock.memory, clock.now) == (Stall("rollout_generate", 5.0, 3, None, 2), 1030.0)
         watchdog.put_off(60.0)
         assert read_stall(clock.memory, clock.now) == (Stall("rollout_generate", 5.0, 3, None, 2), 1065.0)
+
+
+def test_the_guard_waits_while_a_stalled_run_writes_captures(monkeypatch):
+    memory, polls = bytearray(BEAT_BYTES), []
+    watchdog = Watchdog(30.0, memory)
+    monkeypatch.setattr(stall_guard, "_input_closes", lambda seconds: len(polls) == 3 or bool(polls.append(seconds)))
+    watchdog.put_off(-1.0)
+    assert not stall_guard.unwinds(memory) and not polls
+    watchdog.put_off(60.0)
+    assert stall_guard.unwinds(memory) and len(polls) == 3
 
 
 def test_the_display_tells_of_stages_samples_and_steps(watchdog, clock):

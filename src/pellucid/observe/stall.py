@@ -32,6 +32,8 @@ from pellucid.files.rundir import RunDir
 from pellucid.observe.watchdog import ASKED, BEAT_BYTES, STALL_SIGNAL, STATE, TAKEN, Stall, Watchdog, read_stall
 
 _NUM_FRAMES = 6
+_UNWIND_S = 30.0
+"""How long a stalled run may take to write its report and end, and captures, which put it off, aside."""
 
 
 class StallError(BaseException):
@@ -111,6 +113,8 @@ class StallEnding:
         if deadline > now:  # it went on just then
             self._memory[STATE] = 0
             return
+        self.watchdog.timeout_s = _UNWIND_S
+        self.watchdog.put_off(_UNWIND_S)
         self._memory[STATE] = TAKEN
         main_thread = threading.main_thread().ident or 0
         raise write_report(self._run_dir, stall, self._stacks.fileno(), os.getpid(), main_thread, self.in_hand())

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from pellucid.observe.watchdog import ASKED, BEAT_BYTES, KILLED, STALL_SIGNAL, STATE, TAKEN, Stall, read_stall
+from pellucid.observe.watchdog import ASKED, BEAT_BYTES, KILLED, STALL_SIGNAL, STATE, TAKEN, Memory, Stall, read_stall
 
-_POLL_S, _SUSPENDED_S = 1.0, 5.0
-_REACH_MAIN_S, _UNWIND_S = 3.0, 30.0
-"""How long the run's main thread may take to hear of the stall, and then to write its report and end."""
+_POLL_S, _SUSPENDED_S, _REACH_MAIN_S = 1.0, 5.0, 3.0
+"""The last: how long the run's main thread may take to hear of the stall."""
 
 
 def guard(run_dir: Path, main_thread: int, beats: int, stacks: int) -> None:
@@ -36,13 +35,21 @@ def guard(run_dir: Path, main_thread: int, beats: int, stacks: int) -> None:
         elif now > deadline + suspended_s:
             memory[STATE] = ASKED
             run.send_signal(STALL_SIGNAL)
-            if _input_closes(_REACH_MAIN_S) or (memory[STATE] == TAKEN and _input_closes(_UNWIND_S)):
+            if _input_closes(_REACH_MAIN_S) or (memory[STATE] == TAKEN and unwinds(memory)):
                 return
             if memory[STATE] != 0:
                 memory[STATE] = KILLED
                 _end(run, run_dir, stall, main_thread, stacks)
                 return
         then = time.monotonic()
+
+
+def unwinds(memory: Memory) -> bool:
+    """Wait for the end of a run that has heard of its stall; False: its deadline for that has come."""
+    while (now := time.monotonic()) < read_stall(memory, now)[1]:
+        if _input_closes(_POLL_S):
+            return True
+    return False
 
 
 def _input_closes(seconds: float) -> bool:
