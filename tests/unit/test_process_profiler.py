@@ -511,12 +511,15 @@ def test_every_tool_of_the_table_is_there_and_can_be_chosen():
     assert tool_class("torch") is TorchTool and tool_class(f"{HERE}:NotHere").__name__ == "NotHere"
 
 
-def test_the_manifest_survives_a_round_trip_and_half_a_line(tmp_path):
+def test_the_manifest_survives_a_round_trip_and_lines_that_are_no_entries(tmp_path):
     profiler, _ = make(tmp_path)
     run_steps(profiler, range(1, 4))
     with (tmp_path / "profile" / ".journals" / "policy_rank_0.jsonl").open("a") as file:
-        file.write('{"file": {"pa')
+        file.write('{}\n[1]\n{"file": 1}\n{"file": {"path": "x", "of_later": 1}}\n{"failure": {}}\n{"file": {"pa')
     written, failures = journal(tmp_path)
     manifest = Manifest({"a": 1}, [2], [2], written, failures, complete=True)
     manifest.write(tmp_path / "profile")
     assert len(written) == 1 and Manifest.read(tmp_path / "profile") == manifest
+    (tmp_path / "profile" / "manifest.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="is no manifest"):
+        Manifest.read(tmp_path / "profile")

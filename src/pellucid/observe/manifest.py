@@ -6,6 +6,7 @@ them all and writes `manifest.json` after every profiled step.
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ class Manifest:
             files = [ProfileFile(**file) for file in content["files"]]
             failures = [ProfileFailure(**failure) for failure in content["failures"]]
             return cls(**content | {"files": files, "failures": failures})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:  # of JSON, of UTF-8, or of another version
             reason = f"is no manifest of captures ({type(error).__name__}: {error})."
             raise UserError(str(path), reason, "Move it away to look at the timeline alone.") from error
 
@@ -117,19 +118,19 @@ class Journal:
 
 
 def read_journals(folder: Path) -> tuple[list[ProfileFile], list[ProfileFailure]]:
-    """Return what all processes have written down; of entries for one path the last counts. Half a line is left out."""
+    """Return what all processes have written down; of entries for one path the last counts. What is no entry, as half a
+    line of a killed process or another version's, is left out.
+    """
     files: dict[str, ProfileFile] = {}
     failures: list[ProfileFailure] = []
     for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
                 [(kind, values)] = json.loads(line).items()
-            except json.JSONDecodeError:  # the process was killed while it wrote
-                continue
-            if kind == "file":
-                files[values["path"]] = ProfileFile(**values)
-            else:
-                failures.append(ProfileFailure(**values))
+                if kind == "file":
+                    files[values["path"]] = ProfileFile(**values)
+                else:
+                    failures.append(ProfileFailure(**values))
     return sorted(files.values(), key=lambda file: (file.step, file.started_at)), failures
 
 
