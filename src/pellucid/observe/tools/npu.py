@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from pellucid.config.schema.profiler import NpuToolConfig
 from pellucid.errors import UserError
-from pellucid.observe.tools.base import Capture, Tool, ToolSettings
+from pellucid.observe.tools.base import Capture, KeptInPartError, Tool, ToolSettings
 
 LEVELS = {"level_none": "Level_none", "level0": "Level0", "level1": "Level1", "level2": "Level2"}
 """From `tool_config.npu.level` to the name in `torch_npu.profiler.ProfilerLevel`."""
@@ -77,7 +77,11 @@ class NpuTool(Tool):
 
     @override
     def stop(self) -> list[Path]:
-        """End the capture, and parse its data if that is asked for."""
+        """End the capture, and parse its data if that is asked for.
+
+        Raises:
+            KeptInPartError: it cannot be parsed; the raw data is kept.
+        """
         profile, self._profile = self._profile, None
         collected, self._collecting = self._collecting, False
         assert profile is not None
@@ -89,7 +93,10 @@ class NpuTool(Tool):
         if not collected:
             return []  # it was only warming up, and has deleted its folder
         if self._options.analysis != "off":
-            _parse(self._folder)
+            try:
+                _parse(self._folder)
+            except Exception as error:
+                raise KeptInPartError(error, [self._folder]) from error
         return [self._folder]
 
     def _begin(self, capture: Capture, *, warm_up: bool) -> None:
@@ -163,13 +170,30 @@ def _worker_name(capture: Capture) -> str:
 
 
 def _parse(folder: Path) -> None:
-    """Let torch_npu parse a capture, in processes of its own; it prints what goes wrong."""
+    """Let torch_npu parse a capture, in processes of its own.
+
+    Raises:
+        RuntimeError: there is no whole trace.
+    """
     profiler = importlib.import_module("torch_npu.profiler.profiler")
     start_method = multiprocessing.get_start_method(allow_none=True)
     try:
-        profiler.analyse(profiler_path=str(folder), max_process_number=1)
+        _aloud(profiler.analyse, profiler_path=str(folder), max_process_number=1)
     finally:
         multiprocessing.set_start_method(start_method, force=True)  # it sets fork, for the whole process
+    if not _is_parsed(folder / "ASCEND_PROFILER_OUTPUT"):  # what its processes fail at they print
+        raise RuntimeError(f"torch_npu could not parse {folder}, and has printed why; the raw data is kept")
+
+
+def _is_parsed(output: Path) -> bool:
+    """Tell whether there is a whole trace; torch_npu leaves it open where the NPU's half is missing."""
+    trace = output / "trace_view.json"
+    if not trace.exists():
+        return any(output.glob("*.db"))
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - 2))
+        end = file.read()
+    return end.endswith(b"]") and end != b",]"
 
 
 def _aloud(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
