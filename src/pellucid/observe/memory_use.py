@@ -131,12 +131,12 @@ def _sites(held: dict[int, Change], stage_of: Callable[[Change], str]) -> list[d
 
 def memory_page(title: str, use: dict[str, Any]) -> str:
     """Return the figures as a page that loads nothing."""
-    before = f"of which {size(use['before_bytes'])} were held before the capture"
+    before, counted = f"of which {size(use['before_bytes'])} were held before the capture", "counted, the latest"
     if use["device"] == "cpu":
-        before = "without what was allocated before the capture, which nobody counts on a CPU"
+        before, counted = "without what was allocated before the capture, which nobody counts on a CPU", "counted"
     answer = (
         f"Memory peaked {use['peak_at_s']:.3f} s after the start, during {use['peak_range']}: "
-        f"{size(use['peak_bytes'])}, {before}. {use['changes']:,} allocations and frees are counted, the latest."
+        f"{size(use['peak_bytes'])}, {before}. {use['changes']:,} allocations and frees are {counted}."
     )
     columns = ("stage", "it allocated, freed or not", "of the peak", "peak while it ran")
     names = ("allocated_bytes", "at_peak_bytes", "peak_bytes")

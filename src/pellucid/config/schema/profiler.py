@@ -82,7 +82,7 @@ class TorchMemoryToolConfig:
     trace_alloc_max_entries: Annotated[int, Range(ge=1)] = option(
         100000, link="${global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries}"
     )
-    """Most allocations and frees that are kept, the latest; null follows the global key."""
+    """Most allocations and frees that are kept on CUDA, the latest (on a CPU all are); null follows the global key."""
     stack_depth: Annotated[int, Range(ge=1)] = option(
         32, link="${global_profiler.global_tool_config.torch_memory.stack_depth}"
     )
@@ -193,7 +193,7 @@ class GlobalTorchMemoryConfig:
     """Memory snapshots."""
 
     trace_alloc_max_entries: Annotated[int, Range(ge=1)] = 100000
-    """Most allocations and frees that are kept, the latest."""
+    """Most allocations and frees that are kept on CUDA, the latest; on a CPU all are."""
     stack_depth: Annotated[int, Range(ge=1)] = 32
     """Most frames of an allocation's stack."""
 

@@ -16,18 +16,19 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
+from typing_extensions import override
 
 from pellucid.errors import UserError
 from pellucid.observe.memory_changes import Change, Snapshot, changes_of_profile, changes_of_snapshot, trim_stacks
 from pellucid.observe.memory_use import RangeLog, figures, memory_page
-from pellucid.observe.tools.base import Capture, ToolSettings
+from pellucid.observe.tools.base import Capture, Tool, ToolSettings
 
 _log = logging.getLogger(__name__)
 Recorded = tuple[list[Path], list[Change]]
 """Files, and allocations and frees."""
 
 
-class TorchMemoryTool:
+class TorchMemoryTool(Tool):
     """Records what this process allocates and frees; a capture gives `torch_memory….html` and `.json` in `step<S>/`."""
 
     def __init__(self, settings: ToolSettings) -> None:
@@ -38,6 +39,7 @@ class TorchMemoryTool:
         self._started_ns = 0
 
     @classmethod
+    @override
     def check(cls, settings: ToolSettings) -> None:
         """Find out whether the device has a memory recorder.
 
@@ -48,21 +50,23 @@ class TorchMemoryTool:
             reason = f"torch_memory has no recorder for a device of type {settings.device}."
             raise UserError("global_profiler.tool", reason, "Use tool: npu, with `memory` among its contents.")
 
-    def warm_up(self, capture: Capture) -> None:
-        """Do nothing: nothing has to run before."""
-
+    @override
     def start(self, capture: Capture) -> None:
         """Begin to record."""
         self._ranges, self._started_ns = RangeLog(capture.stage), time.time_ns()
-        record = _record_cuda if self._device == "cuda" else _record_cpu
         max_entries, stack_depth = self._options.trace_alloc_max_entries, self._options.stack_depth
-        self._end = record(_path(capture, ""), max_entries, stack_depth)
+        if self._device == "cuda":
+            self._end = _record_cuda(_path(capture, ""), max_entries, stack_depth)
+        else:
+            self._end = _record_cpu(stack_depth)
         self._capture = capture
 
+    @override
     def range(self, name: str) -> AbstractContextManager[object]:
         """Note which stage or unit runs, for the allocations in it."""
         return nullcontext() if self._capture is None else self._ranges.range(name)
 
+    @override
     def stop(self) -> list[Path]:
         """End the recording, and write the page, its figures, and on CUDA the snapshot."""
         capture, self._capture = self._capture, None
@@ -90,7 +94,7 @@ def _path(capture: Capture, suffix: str) -> Path:
     return folder / f"torch_memory{what}_rank{capture.rank}_pid{capture.pid}{suffix}"
 
 
-def _record_cpu(stem: Path, max_entries: int, stack_depth: int) -> Callable[[], Recorded]:
+def _record_cpu(stack_depth: int) -> Callable[[], Recorded]:
     """Begin to record the CPU's memory, and return what ends it."""
     profile = _KinetoProfile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True)
     profile.start()
@@ -98,7 +102,7 @@ def _record_cpu(stem: Path, max_entries: int, stack_depth: int) -> Callable[[], 
     def end() -> Recorded:
         profile.stop()
         assert profile.profiler is not None and profile.profiler.kineto_results is not None
-        return [], changes_of_profile(profile.profiler.kineto_results, stack_depth)[-max_entries:]
+        return [], changes_of_profile(profile.profiler.kineto_results, stack_depth)
 
     return end
 
