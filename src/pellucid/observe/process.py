@@ -326,7 +326,7 @@ class ProcessProfiler:
         if role.tool in self._given_up:
             return None
         with self._lock, self.spans.detail(WRITE, step=capture.step), self._guarded("start", capture, role):
-            self._check_budget(role)
+            self._check_budget()
             kind, settings = tool_class(role.tool), self.request.settings(role)
             kind.check(settings)
             tool = kind(settings)
@@ -338,7 +338,7 @@ class ProcessProfiler:
             return opened
         return None
 
-    def _check_budget(self, role: RoleRequest) -> None:
+    def _check_budget(self) -> None:
         """See whether another capture like the largest so far fits the budget."""
         assert self.request is not None
         limit = self.request.max_bytes

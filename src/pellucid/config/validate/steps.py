@@ -66,9 +66,9 @@ def _sampling(config: RunConfig) -> Iterator[UserError]:
         if sampling.n > 1 and not sampling.do_sample:
             reason = f"{sampling.n} samples with do_sample: false are {sampling.n} times the same text."
             yield UserError(f"{section}.n", reason, f"Set {section}.do_sample: true, or n: 1.")
-        if sampling.do_sample and sampling.temperature == 0:
-            reason = "0 divides the logits by zero while do_sample is true."
-            yield UserError(f"{section}.temperature", reason, "Set it above 0, or do_sample: false.")
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        reason = "0 divides the logits by zero while do_sample is true."
+        yield UserError(f"{ROLLOUT}.val_kwargs.temperature", reason, "Set it above 0, or do_sample: false.")
     for name, value, key, wanted in (
         ("dtype", rollout.dtype, "actor_rollout_ref.model.dtype", model.dtype),
         ("prompt_length", rollout.prompt_length, "data.max_prompt_length", data.max_prompt_length),

@@ -63,7 +63,6 @@ class Capture:
         what = "step" if self.stage is None else self.stage
         return f"{self.role}_{what}_step{self.step}{again}_rank{self.rank}-of-{self.num_ranks}_pid{self.pid}"
 
-
     def file(self, path: str, num_bytes: int | None, tool: str, process: str, started_at: float) -> ProfileFile:
         """Return the manifest's entry of a file of this capture."""
         return ProfileFile(
