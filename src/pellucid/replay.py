@@ -166,8 +166,10 @@ def replay(folder: Path, failure: Failure, device: str | None = None) -> tuple[F
     with contextlib.suppress(NonFiniteError), sentinel.watch(stage):
         stage_call(config, roles, failure)(lambda _: None)
     finding, dump, capture = sentinel.take_finding(), sentinel.dump, folder / CAPTURE
-    if finding is None or dump is None:
-        return finding, None
+    if finding is None:
+        return None, None
+    if dump is None:
+        return _told(finding, failure), None
     dump.about.step = step
     try:
         write_dump(capture / f"step_{step}" / dump.about.stage / "step0" / "rank0", dump)

@@ -322,3 +322,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pellucid.precision.statistics.find_spec", lambda name: None)
     assert Measurer(CPU).kernel == "torch"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_capture_of_nothing_can_be_written(kernel: str) -> None:
+    assert len(Measurer(CPU, kernel).fetch().floats) == 0  # pyright: ignore[reportArgumentType]

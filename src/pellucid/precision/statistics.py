@@ -163,7 +163,7 @@ class Measurer:
         floats[:, 2] /= np.maximum(elements, 1)
         floats[:, 3] = np.sqrt(floats[:, 3])
         floats[counts[:, 0] > 0] = np.nan
-        counts[:, 4] += self._num_bytes
+        counts[:, 4] += np.array(self._num_bytes, dtype=np.int64)
         if not self._spans:
             return Rows(floats, counts, {})
         ends = np.cumsum([len(each) for each in self._spans.values()])
