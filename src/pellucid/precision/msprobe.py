@@ -45,6 +45,7 @@ log = logging.getLogger("pellucid.observe")
 _LOG_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.DEBUG, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 _Debugger: Any = PrecisionDebugger
 _Operator: Any = HOOKModule
+_Paths: Any = FileCheckConst
 _session = threading.Lock()
 """Held from the beginning of a session until msprobe is out of the process again."""
 
@@ -180,12 +181,12 @@ def _left_as_found(models: list[nn.Module]) -> Iterator[None]:
     hooks: list[MutableMapping[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooks += [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     call, _Operator._call_func = _Operator._call_func, _surviving(_Operator._call_func)
-    pattern: Any = FileCheckConst.FILE_VALID_PATTERN
-    FileCheckConst.FILE_VALID_PATTERN = ""  # it refuses folders with a blank or an equals sign in their names
+    # msprobe refuses folders with a blank or an equals sign in their names.
+    pattern, _Paths.FILE_VALID_PATTERN = _Paths.FILE_VALID_PATTERN, ""
     try:
         yield
     finally:
-        _Operator._call_func, FileCheckConst.FILE_VALID_PATTERN = call, pattern
+        _Operator._call_func, _Paths.FILE_VALID_PATTERN = call, pattern
         unpatch_dynamo_compile()
         unpatch_triton_jitfunction_run()
         for place, before in functions:
