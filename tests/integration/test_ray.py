@@ -217,7 +217,7 @@ MANY = ("data.train_batch_size=500", "actor_rollout_ref.actor.ppo_mini_batch_siz
     ("overrides", "words"),
     [
         (("trainer.n_gpus_per_node=500", *MANY), ["500 ranks", "CPU cores", "trainer.n_gpus_per_node"]),
-        (("trainer.ray_address=127.0.0.1:1",), ["no Ray cluster answers at '127.0.0.1:1'", "ray start --head"]),
+        (("trainer.ray_address=127.0.0.1:1",), ["no Ray cluster answers at 127.0.0.1:1", "ray start --head"]),
         (("trainer.ray_address=nowhere",), ["'nowhere' is no address", "6379"]),
         (("actor_rollout_ref.actor.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=8"), ["8", "samples"]),
     ],

@@ -210,7 +210,7 @@ def _check_reachable(address: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(
             "trainer.ray_address",
-            f"no Ray cluster answers at '{address}' ({error}).",
+            f"no Ray cluster answers at {address} ({error}).",
             "Write host:port (Ray's own port is 6379) of a machine on which `ray start --head` runs, auto for the "
             "cluster that this machine belongs to, or null to start one here.",
         ) from error
