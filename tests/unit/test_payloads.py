@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pellucid.errors import NonFiniteError
-from pellucid.failures import read_failure, save_failure
+from pellucid.failures import Failure, read_failure, save_failure
 from pellucid.produce import num_tokens, sample_metrics
 from pellucid.stages import Stage
 from pellucid.step_metrics import staleness_metrics
@@ -98,9 +97,7 @@ def test_a_failure_is_read_as_it_was_saved(tmp_path, given):
         run_dir=SimpleNamespace(path=tmp_path, config_yaml=tmp_path / "none"), token_pieces=None,
         placement=SimpleNamespace(roles=SimpleNamespace(named=lambda name: role, mismatch=None)),
     )  # fmt: skip
-    error = NonFiniteError("actor/loss", float("nan"), [1])
-    error.mini_batch = MiniBatch([0, 1], 0)
-    folder = save_failure(run, Stage.ACTOR_UPDATE, 4, given, error)
+    folder = save_failure(run, Failure(Stage.ACTOR_UPDATE, 4, "actor/loss", MiniBatch([0, 1], 0), given))
     failure = read_failure(folder)
     assert (failure.stage, failure.step, failure.mini_batch, failure.version) == (
         Stage.ACTOR_UPDATE,
