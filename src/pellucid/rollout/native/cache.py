@@ -126,26 +126,31 @@ class KVCache:
         return slot_map
 
 
+def _places(
+    slots: list[int], first: list[int], lengths: list[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return where packed tokens lie, `lengths` of them for each of `slots`, from position `first` on.
+
+    Returns:
+        [R, M] index into the pack, whose padding repeats the first token and is never read back; [N] each token's slot;
+        [N] its position there.
+    """
+    width, starts = max(lengths), [sum(lengths[:index]) for index in range(len(lengths))]
+    index = [[*range(start, start + length), *[0] * (width - length)] for start, length in zip(starts, lengths)]
+    slot_of = [slot for slot, length in zip(slots, lengths) for _ in range(length)]
+    position_of = [start + step for start, length in zip(first, lengths) for step in range(length)]
+    index_RM, slot_N = torch.tensor(index, device=device), torch.tensor(slot_of, device=device)
+    return index_RM, slot_N, torch.tensor(position_of, device=device)
+
+
 class PrefillAttention(PackedAttention):
     """Causal attention over packed prompts that also writes their keys and values into prefix slots."""
 
     def __init__(self, cache: KVCache, slots: list[int], lengths: list[int]) -> None:
-        device = cache.device
-        starts = [sum(lengths[:index]) for index in range(len(lengths))]
-        width = max(lengths)
-        index = torch.tensor(
-            [[*range(start, start + length), *[0] * (width - length)] for start, length in zip(starts, lengths)],
-            device=device,
-        )
-        super().__init__(
-            [SegmentBucket(index, index, torch.zeros(len(lengths), dtype=torch.int64, device=device), causal=True)],
-            sum(lengths),
-        )
-        self._cache = cache
-        self._slot_N = torch.tensor(
-            [slot for slot, length in zip(slots, lengths) for _ in range(length)], device=device
-        )
-        self._position_N = torch.tensor([position for length in lengths for position in range(length)], device=device)
+        self._cache, first = cache, [0] * len(lengths)
+        index, self._slot_N, self._position_N = _places(slots, first, lengths, cache.device)
+        offsets = torch.zeros(len(lengths), dtype=torch.int64, device=cache.device)
+        super().__init__([SegmentBucket(index, index, offsets, causal=True)], sum(lengths))
 
     def attend(
         self,
@@ -169,19 +174,8 @@ class ExtendAttention:
     def __init__(self, cache: KVCache, slots: list[int], stored: list[int], lengths: list[int]) -> None:
         """Prepare for `lengths` new tokens behind `stored` ones in each of `slots`, which have room for both."""
         device, width = cache.device, max(lengths)
-        starts = [sum(lengths[:index]) for index in range(len(lengths))]
         self._cache, self._slots = cache, torch.tensor(slots, device=device)
-        self._slot_N = torch.tensor(
-            [slot for slot, length in zip(slots, lengths) for _ in range(length)], device=device
-        )
-        self._position_N = torch.tensor(
-            [first + step for first, length in zip(stored, lengths) for step in range(length)], device=device
-        )
-        self._query_index_RM = torch.tensor(
-            [[*range(start, start + length), *[0] * (width - length)] for start, length in zip(starts, lengths)],
-            device=device,
-        )
-        """Where each slot's new tokens lie in the pack; padding repeats the first token and is never read back."""
+        self._query_index_RM, self._slot_N, self._position_N = _places(slots, stored, lengths, device)
         self._output_row_N = torch.tensor(
             [row * width + step for row, length in enumerate(lengths) for step in range(length)], device=device
         )
