@@ -39,20 +39,12 @@ def sample_rollouts(
     Raises:
         NonFiniteError: a next-token distribution holds NaN or Inf.
     """
-    return run_sync(answer_prompts(engine, prompts, params, stream=stream, on_done=on_done))
-
-
-async def answer_prompts(
-    engine: RolloutEngine,
-    prompts: list[Prompt],
-    params: SamplingParams,
-    *,
-    stream: RunStream,
-    on_done: Progress | None = None,
-) -> list[Rollout]:
-    """Do what `sample_rollouts` does, beside other tasks."""
     samples = [(prompt, sample) for prompt in prompts for sample in range(params.n)]
-    return await asyncio.gather(*(_answer(engine, *each, params, stream, on_done) for each in samples))
+
+    async def answer_all() -> list[Rollout]:
+        return await asyncio.gather(*(_answer(engine, *each, params, stream, on_done) for each in samples))
+
+    return run_sync(answer_all())
 
 
 async def _answer(
