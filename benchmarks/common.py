@@ -19,7 +19,7 @@ import torch
 
 from pellucid.devices import keep_freed_memory, measure_gemm_flops
 from pellucid.rollout.native import NativeRolloutEngine
-from pellucid.rollout.native.engine import SampledPolicy
+from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.tasks.arithmetic import Arithmetic, ArithmeticArgs
 from pellucid.training.common.models import BUILTIN, eos_token_ids, load_model, load_tokenizer, num_parameters
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW

@@ -28,7 +28,7 @@ from pellucid.roles.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_es
 from pellucid.roles.reference import Reference
 from pellucid.roles.reward_model import RewardModel
 from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
-from pellucid.rollout.native.engine import SampledPolicy
+from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.native.gathered import GatheredPolicy
 from pellucid.rollout.native.laboratory import changes_weights
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate

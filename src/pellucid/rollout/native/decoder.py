@@ -5,9 +5,10 @@
 
 import bisect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate, count
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid import seeding
 from pellucid.errors import UserError
-from pellucid.rollout.native.cache import DecodeAttention, ExtendAttention, KVCache, PrefillAttention, StoredTokens
+from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.requests import Completion, Request, SamplingParams, Trajectory
 from pellucid.stages import Probe, TokenSpan, Unit
@@ -84,27 +85,44 @@ class _KeptTrajectory:
 
     token_ids: list[int]
     """All but the newest, which no forward pass has seen."""
-    stored: StoredTokens
+    stored: torch.Tensor
+    """Their keys and values, as `KVCache.copy_out` returns them."""
+
+
+class SampledPolicy(Protocol):
+    """What the native engine needs of a policy; a training engine in one process is one."""
+
+    model: PreTrainedModel
+    device: torch.device
+    dtype: torch.dtype
+    """What keys and values are stored in."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which the model computes; it may be entered often, until the weights change."""
+        ...
 
 
 class Decoder:
     """Rows that are decoded together, those that wait for a place, and their cache.
 
     Args:
-        model: the policy.
+        policy: whose model samples.
         tokenizer: decodes answers and finds stop strings.
         eos_token_ids: ids that end an answer.
         max_num_rows: rows decoded at a time.
         max_prefill_tokens: tokens prefilled at a time.
         seed: the run's seed.
         probe: hears of prefills and decoding steps.
-        device: the model's.
-        dtype: what keys and values are stored in.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        policy: SampledPolicy,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: list[int],
         *,
@@ -112,19 +130,17 @@ class Decoder:
         max_prefill_tokens: int,
         seed: int,
         probe: Probe,
-        device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
-        self._model, self._tokenizer, self._eos = model, tokenizer, frozenset(eos_token_ids)
+        self._model, self._tokenizer, self._eos = policy.model, tokenizer, frozenset(eos_token_ids)
         self._max_num_rows, self._max_prefill_tokens, self._seed = max_num_rows, max_prefill_tokens, seed
-        self.probe, self._device, self._dtype = probe, device, dtype
+        self.probe, self._device, self._dtype = probe, policy.device, policy.dtype
         self.version = 0
         """Version of the weights that the model holds."""
         self.rows: list[Row] = []
         self.waiting: list[Row] = []
         self.kept: dict[Trajectory, _KeptTrajectory] = {}
         self.computed_tokens = self.reused_tokens = self.sampled_tokens = 0
-        config = model.config.get_text_config()
+        config = policy.model.config.get_text_config()
         heads, fields = config.num_attention_heads, config.to_dict()
         head_size = fields.get("head_dim") or config.hidden_size // heads
         self._cache_shape = (config.num_hidden_layers, fields.get("num_key_value_heads") or heads, head_size)
@@ -182,26 +198,23 @@ class Decoder:
         free = self._max_num_rows - len(self.rows)
         if not self.waiting or free <= 0:
             return
-        fresh: dict[tuple[Any, ...], Row] = {}
-        returning: dict[tuple[Any, ...], Row] = {}
+        begin: dict[tuple[Any, ...], Row] = {}
         num_admitted = num_tokens = 0
         for row in self.waiting[:free]:
             key = _prefix_key(row)
-            first = fresh.get(key)
+            first = begin.get(key)
             if self._shared_prefix(row) is None and (first is None or first.request.token_ids != row.request.token_ids):
                 kept = self.kept.get(row.request.stream.trajectory)
-                num_tokens += len(row.request.token_ids) - (0 if kept is None else kept.stored.length)
-                if (fresh or returning) and (num_tokens > self._max_prefill_tokens or key in fresh or key in returning):
+                num_tokens += len(row.request.token_ids) - (0 if kept is None else len(kept.token_ids))
+                if begin and (num_tokens > self._max_prefill_tokens or key in begin):
                     break
-                (fresh if kept is None else returning)[key] = row
+                begin[key] = row
             else:
                 self.reused_tokens += len(row.request.token_ids)
             num_admitted += 1
         admitted, self.waiting = self.waiting[:num_admitted], self.waiting[num_admitted:]
-        if fresh:
-            self.prefill(list(fresh.values()))
-        if returning:
-            self._extend(list(returning.values()))
+        if begin:
+            self.prefill(list(begin.values()))
         prefixes = [self._prefixes[_prefix_key(row)] for row in admitted]
         self.cache.add_rows([prefix.slot for prefix in prefixes])
         self.rows += admitted
@@ -215,33 +228,22 @@ class Decoder:
         return prefix if prefix is not None and prefix.token_ids == row.request.token_ids else None
 
     def prefill(self, rows: list[Row]) -> None:
-        """Run the sequences of `rows`, each of another group, through the model into prefix slots."""
-        lengths = [len(row.request.token_ids) for row in rows]
-        slots = self.cache.add_groups(lengths)
-        ids = [token for row in rows for token in row.request.token_ids]
-        positions = [position for length in lengths for position in range(length)]
-        with self.probe.forward_pass(lambda: _prompt_spans(rows, [0] * len(rows))):
-            hidden = self._forward(ids, positions, PrefillAttention(self.cache, slots, lengths))
-        self._note_prefixes(rows, slots, lengths, hidden)
-
-    def _extend(self, rows: list[Row]) -> None:
-        """Run what `rows`, whose earlier turns are kept, have got since through the model into prefix slots."""
-        kept = [self.kept.pop(row.request.stream.trajectory).stored for row in rows]
-        new = [row.request.token_ids[stored.length :] for row, stored in zip(rows, kept)]
-        lengths, before = [len(ids) for ids in new], [stored.length for stored in kept]
-        slots = self.cache.add_groups([stored + length for stored, length in zip(before, lengths)])
-        for slot, stored in zip(slots, kept):
-            self.cache.copy_in(slot, stored)
+        """Run what is not kept of the sequences of `rows`, each of another group, through the model into slots."""
+        before = [0] * len(rows)
+        slots = self.cache.add_groups([len(row.request.token_ids) for row in rows])
+        for index, (row, slot) in enumerate(zip(rows, slots)):
+            kept = self.kept.pop(row.request.stream.trajectory, None)
+            if kept is not None:
+                before[index] = len(kept.token_ids)
+                self.cache.copy_in(slot, kept.stored)
+        new = [row.request.token_ids[first:] for row, first in zip(rows, before)]
+        lengths = [len(tokens) for tokens in new]
         ids = [token for tokens in new for token in tokens]
         positions = [first + step for first, length in zip(before, lengths) for step in range(length)]
         with self.probe.forward_pass(lambda: _prompt_spans(rows, before)):
-            hidden = self._forward(ids, positions, ExtendAttention(self.cache, slots, before, lengths))
-        self.reused_tokens += sum(before)
-        self._note_prefixes(rows, slots, lengths, hidden)
-
-    def _note_prefixes(self, rows: list[Row], slots: list[int], lengths: list[int], hidden: torch.Tensor) -> None:
-        """Keep the logits behind each row's sequence, whose last `lengths` tokens are in `hidden` [N, H]."""
+            hidden = self._forward(ids, positions, PrefillAttention(self.cache, slots, before, lengths))
         self.computed_tokens += sum(lengths)
+        self.reused_tokens += sum(before)
         logits_GV = self._logits(hidden[torch.tensor(lengths, device=self._device).cumsum(0) - 1])
         for row, slot, logits in zip(rows, slots, logits_GV):
             self._prefixes[_prefix_key(row)] = _Prefix(row.request.token_ids, slot, logits)

@@ -10,33 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from pellucid.rollout.native.decoder import Decoder, Row
+from pellucid.rollout.native.decoder import Decoder, Row, SampledPolicy
 from pellucid.rollout.native.packed_linear import PackedLinears, packing_pays
 from pellucid.rollout.requests import Completion, EngineStats, PauseMode, Progress, Request, Trajectory, WeightUpdate
 from pellucid.stages import NO_PROBE, Probe
-
-
-class SampledPolicy(Protocol):
-    """What the native engine needs of a policy; a training engine in one process is one."""
-
-    model: PreTrainedModel
-    device: torch.device
-    dtype: torch.dtype
-    """What keys and values are stored in."""
-
-    @property
-    def version(self) -> int:
-        """Version of the weights."""
-        ...
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which the model computes; it may be entered often, until the weights change."""
-        ...
 
 
 class NativeRolloutEngine:
@@ -66,16 +47,9 @@ class NativeRolloutEngine:
         take_weights: Callable[[WeightUpdate], None] | None = None,
     ) -> None:
         self.policy, self._max_num_seqs, self._take_weights = policy, max_num_seqs, take_weights
+        rows, tokens = max_num_seqs, max_num_batched_tokens
         self.decoder = Decoder(
-            policy.model,
-            tokenizer,
-            eos_token_ids,
-            max_num_rows=max_num_seqs,
-            max_prefill_tokens=max_num_batched_tokens,
-            seed=seed,
-            probe=probe,
-            device=policy.device,
-            dtype=policy.dtype,
+            policy, tokenizer, eos_token_ids, max_num_rows=rows, max_prefill_tokens=tokens, seed=seed, probe=probe
         )
         self._answers: dict[Row, asyncio.Future[Completion]] = {}
         self._listeners: Counter[Progress] = Counter()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pellucid import seeding
 from pellucid.config.schema.rollout import SimulateMismatchConfig
 from pellucid.errors import UserError
-from pellucid.rollout.native.engine import SampledPolicy
+from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.requests import WeightUpdate
 from pellucid.training.common.models import output_head
 

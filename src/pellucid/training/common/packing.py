@@ -197,15 +197,16 @@ def _bucket(segments: list[tuple[range, list[int]]], device: torch.device) -> li
         members: list[tuple[range, list[int]]] = []
         for segment in kind:
             if members and len(members[0][1]) > MAX_LENGTH_SPREAD * len(segment[1]) + 8:
-                buckets.append(_make_bucket(members, device))
+                buckets.append(make_bucket(members, device))
                 members = []
             members.append(segment)
         if members:
-            buckets.append(_make_bucket(members, device))
+            buckets.append(make_bucket(members, device))
     return buckets
 
 
-def _make_bucket(members: list[tuple[range, list[int]]], device: torch.device) -> SegmentBucket:
+def make_bucket(members: list[tuple[range, list[int]]], device: torch.device) -> SegmentBucket:
+    """Return segments, each the positions of its queries and of its keys, of which the last are its queries."""
     width_q, width_k = max(len(query) for query, _ in members), max(len(keys) for _, keys in members)
     query_index = torch.tensor([[*query, *[0] * (width_q - len(query))] for query, _ in members], device=device)
     key_index = torch.tensor([keys + [0] * (width_k - len(keys)) for _, keys in members], device=device)
