@@ -41,7 +41,7 @@ class Trainer:
         keep_freed_memory()
         model = load_model(model_path, device=CPU)
         sharding = None if strategy is None else Sharding(model, ShardingPlan(), CPU)
-        named = dict(model.named_parameters()) if sharding is None else sharding.parameters()
+        named = dict(model.named_parameters())
         optimizer = ScheduledAdamW(named, Schedule(1e-6, 0, 1), 0.01, (0.9, 0.999), 1.0)
         self.engine = FsdpEngine(model, optimizer, MicroBatching(2048, None), device=CPU, dtype=torch.float32, sharding=sharding)
         self.first, self.ranks = sharding is None or sharding.rank == 0, 1 if sharding is None else sharding.num_ranks

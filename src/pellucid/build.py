@@ -346,7 +346,7 @@ class _Engines:
         sharding = self._compute.shard(model, section.fsdp_config, name)
         updates = num_updates(self._config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
         offload = section.fsdp_config.optimizer_offload
-        optimizer = make_optimizer(model, section.optim, section.grad_clip, updates, sharding, offload=offload)
+        optimizer = make_optimizer(model, section.optim, section.grad_clip, updates, offload=offload)
         tokens, sequences = section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu
         cut = self.micro_batching(section.use_dynamic_bsz, tokens, sequences)
         return self.engine(model, cut, sharding, optimizer)
@@ -484,20 +484,18 @@ def make_optimizer(
     optim: OptimConfig,
     grad_clip: float,
     run_updates: int,
-    sharding: "Sharding | None" = None,
     *,
     offload: bool = False,
 ) -> ScheduledAdamW:
-    """Return AdamW over the trainable parameters, or this rank's shards of them, scheduled over `run_updates` optimizer
-    steps.
+    """Return AdamW over the trainable parameters, or the shards that they have become, scheduled over `run_updates`
+    optimizer steps.
 
     `offload` keeps its moments in CPU memory between updates.
     """
     total = optim.total_training_steps if optim.total_training_steps > 0 else run_updates
     warmup = max(optim.lr_warmup_steps or 0, 0) or int(optim.lr_warmup_steps_ratio * total)
     schedule = Schedule(optim.lr, warmup, total, optim.lr_scheduler_type, optim.min_lr_ratio)
-    named = model.named_parameters() if sharding is None else sharding.parameters().items()
-    trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     betas = (optim.betas[0], optim.betas[1])
     return ScheduledAdamW(trained, schedule, optim.weight_decay, betas, grad_clip, offload=offload)
 

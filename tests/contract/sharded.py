@@ -19,20 +19,19 @@ from pellucid.precision.finding import Finding
 from pellucid.precision.sentinel import Sentinel
 from pellucid.rollout.native.gathered import load_buckets
 from pellucid.stages import Stage
-from pellucid.training.checkpoint import _model_state, _optimizer_state, _whole, gathered_tensors
+from pellucid.training.checkpoint import load_trained_weights
 from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.lora import add_lora, lora_layers, state_tensors
 from pellucid.training.common.models import (
     enable_gradient_checkpointing,
     load_tokenizer,
-    merged_tensors,
     model_tensors,
     output_head,
 )
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
-from pellucid.training.fsdp import FsdpEngine, MicroBatching, load_trained_weights
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.training.protocol import TokenHead, TokenScores
 from pellucid.training.sharding import Sharding, ShardingPlan
 
@@ -103,8 +102,7 @@ def make_model(setup: Setup) -> PreTrainedModel:
 def make_engine(setup: Setup, model: PreTrainedModel | None = None) -> FsdpEngine:
     model = make_model(setup) if model is None else model
     sharding = None if setup.plan is None else Sharding(model, setup.plan, CPU)
-    named = dict(model.named_parameters()) if sharding is None else sharding.parameters()
-    named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = ScheduledAdamW(named, Schedule(setup.lr, 0, 100), 0.01, (0.9, 0.999), setup.grad_clip, offload=setup.optimizer_offload)
     cut = MicroBatching(setup.max_tokens, None)
     return FsdpEngine(
@@ -143,15 +141,10 @@ def make_head(setup: Setup, engine: FsdpEngine) -> TokenHead:
 def state_of(engine: FsdpEngine) -> State:
     """Return weights and moments of the whole model, on rank 0."""
     assert engine.optimizer is not None
-    if engine.sharding is not None:
-        state = _model_state(engine.sharding.root, engine.sharding.tensor_names)
-        with engine.optimizer.moments_at_hand():
-            moments = _optimizer_state(engine.sharding.root, engine.optimizer) if engine.optimizer.num_steps else {}
-            state |= {f"{name}.{key}": value for name, each in moments.items() for key, value in each.items()}
-            whole = {name: _whole(tensor, CPU).detach().clone() for name, tensor in state.items()}
-        return whole if engine.sharding.rank == 0 else {}
-    tensors = model_tensors(engine.model) | engine.optimizer.state_tensors()
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    sharding, tensors = engine.sharding, engine._tensors() | engine.optimizer.state_tensors()
+    if sharding is not None:
+        tensors = {name: sharding.whole(tensor) for name, tensor in tensors.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()} if sharding is None or sharding.rank == 0 else {}
 
 
 @dataclass
@@ -297,9 +290,7 @@ def export(setup: Setup, folder: Path) -> State:
     engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
     engine.save_hf(load_tokenizer("builtin"), folder)
     engine.forward(sequences(), LogProbHead(TEMPERATURE))  # all ranks are still in step
-    if engine.sharding is not None:
-        return gathered_tensors(engine.sharding)
-    return {name: tensor.detach() for name, tensor in merged_tensors(engine.model).items()}
+    return {name: tensor.detach() for name, tensor in engine.merged_weights().items()}
 
 
 def gather_copies(setup: Setup, folder: Path, updated: Path) -> list[State]:

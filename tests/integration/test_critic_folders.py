@@ -6,7 +6,7 @@ from checks import ONE_STEP, dump
 from safetensors.torch import load_file
 
 from conftest import last_checkpoint, metrics
-from pellucid.training.common.models import load_weights
+from pellucid.training.checkpoint import load_trained_weights
 from pellucid.training.common.value_models import load_reward_model, load_value_model
 
 GAE = ("algorithm.adv_estimator=gae", "critic.optim.lr=0.001")
@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 def test_an_exported_critic_is_a_critic_and_a_reward_model(work):
     work.train(*ONE_STEP, *GAE)
     assert "wrote judge" in work.run("export", "run", "--critic", "--out", "judge").text
-    weights, folder = last_checkpoint(work.run_dir) / "critic" / "model.safetensors", work.folder / "judge"
+    folder = work.folder / "judge"
     trained = load_value_model("builtin", device=CPU)
-    load_weights(trained, weights)
+    load_trained_weights(trained, last_checkpoint(work.run_dir) / "critic")
     trained = dict(trained.named_parameters())
     for load in (load_reward_model, load_value_model):
         loaded = dict(load(str(folder), device=CPU).named_parameters())

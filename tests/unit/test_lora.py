@@ -13,6 +13,7 @@ from pellucid.errors import MissingExtraError, UserError
 from pellucid.rollout.native import NativeRolloutEngine, packed_linear
 from pellucid.rollout.native.packed_linear import PackedLinears
 from pellucid.rollout.requests import SamplingParams
+from pellucid.training.checkpoint import load_trained_weights
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.lora import adapter_tensors, add_lora, base_weights, has_lora, lora_layers, merged_tensors
 from pellucid.training.common.models import (
@@ -21,7 +22,6 @@ from pellucid.training.common.models import (
     init_model,
     load_model,
     load_tokenizer,
-    load_weights,
     model_tensors,
     num_parameters,
     num_trainable_parameters,
@@ -238,14 +238,14 @@ def test_checkpoint_of_another_rank_is_refused(stored, own, tmp_path):
     make = {rank: adapted_model(rank=rank) if rank else base_model() for rank in (stored, own)}
     engine_of(make[stored]).save(tmp_path, ["model"])
     with pytest.raises(UserError, match=f"lora_rank {stored}.*has {own}") as caught:
-        load_weights(make[own], tmp_path / "model.safetensors")
+        load_trained_weights(make[own], tmp_path)
     assert f"lora_rank={stored}" in caught.value.remedy
 
 
 def test_checkpoint_of_other_target_modules_is_refused(tmp_path):
     engine_of(adapted_model(target_modules=["q_proj"])).save(tmp_path, ["model"])
     with pytest.raises(UserError, match="target_modules"):
-        load_weights(adapted_model(target_modules=["v_proj"]), tmp_path / "model.safetensors")
+        load_trained_weights(adapted_model(target_modules=["v_proj"]), tmp_path)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

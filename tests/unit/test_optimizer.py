@@ -115,7 +115,9 @@ def test_state_round_trip_continues_bitwise():
     straight = make([1.0, 2.0, 3.0, 4.0], decay=0.1, warmup=4)
     run(straight, range(3))
     resumed = make(straight.parameters["w"].tolist(), decay=0.1, warmup=4)
-    resumed.load_state_tensors({k: v.clone() for k, v in straight.state_tensors().items()}, straight.num_steps)
+    resumed.num_steps = straight.num_steps
+    for name, tensor in resumed.make_state(straight.state_tensors()).items():
+        tensor.copy_(straight.state_tensors()[name])
     run(straight, range(3, 6))
     run(resumed, range(3, 6))
     assert torch.equal(straight.parameters["w"], resumed.parameters["w"])

@@ -11,11 +11,11 @@ from transformers import (
 )
 
 from pellucid.errors import UserError
+from pellucid.training.checkpoint import load_trained_weights
 from pellucid.training.common.heads import ValueHead
 from pellucid.training.common.models import (
     BUILTIN_FOLDER,
     load_tokenizer,
-    load_weights,
     model_tensors,
     num_parameters,
     output_head,
@@ -166,8 +166,8 @@ def test_critic_state_goes_through_a_checkpoint(tied, tmp_path):
     with torch.no_grad():
         for parameter in critic.parameters():
             parameter.add_(0.1)
-    save_file({name: tensor.detach().clone() for name, tensor in model_tensors(critic).items()}, tmp_path / "state.safetensors")
-    load_weights(other, tmp_path / "state.safetensors")
+    save_file({name: tensor.detach().clone() for name, tensor in model_tensors(critic).items()}, tmp_path / "model.safetensors")
+    load_trained_weights(other, tmp_path)
     assert scores(critic).any() and torch.equal(scores(other), scores(critic))
 
 

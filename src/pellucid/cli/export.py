@@ -59,8 +59,8 @@ def load_trained(
     from pellucid.build import load_critic, load_policy, run_tokenizer
     from pellucid.config import SftConfig, load_config
     from pellucid.run_state import CRITIC_FOLDER
+    from pellucid.training.checkpoint import load_trained_weights
     from pellucid.training.common.models import init_model, load_model, load_tokenizer, model_folder
-    from pellucid.training.fsdp import load_trained_weights
 
     run, weights = _find_checkpoint(path, step) or (None, Path(path))
     if critic and not (weights := weights / CRITIC_FOLDER).is_dir():

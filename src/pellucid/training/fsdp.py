@@ -8,20 +8,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
+from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.stages import NO_PROBE, Probe, Unit
+from pellucid.training.checkpoint import State, read_state, stored_shapes, write_state
 from pellucid.training.common.balance import measure_balance, split_over_ranks
 from pellucid.training.common.buckets import in_buckets
-from pellucid.training.common.lora import base_weights
+from pellucid.training.common.lora import base_weights, merged_tensors, state_tensors
 from pellucid.training.common.models import (
-    load_weights,
     model_tensors,
     num_parameters,
     num_trainable_parameters,
@@ -32,9 +32,6 @@ from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import ModelInput, TokenSequence, pack, packed_spans, split_micro_batches
 from pellucid.training.common.staging import StagedWriter
 from pellucid.training.protocol import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    SHARDS,
     LossFunction,
     Progress,
     TokenHead,
@@ -88,12 +85,9 @@ class FsdpEngine:
         self.version, self.flops = 0, 0.0
         self._writer = StagedWriter()
         self.in_hand: list[str] = []
-        if sharding is None:
-            self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
-        else:
-            self._num_parameters, self._num_trainable = sharding.num_parameters, sharding.num_trainable
-            if optimizer is not None:
-                optimizer.sharding = sharding
+        self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
+        if optimizer is not None:
+            optimizer.sharding = sharding
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -207,90 +201,78 @@ class FsdpEngine:
         # A copy: the gathered weight's memory is freed when the pass is over.
         return self._gathered(lambda: output_head(self.model).weight.detach().to(self.dtype, copy=True))
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return what is trained: whole tensors, or over several ranks this one's shards of them."""
+        if self.sharding is not None:
+            self.sharding.reshard()
+        return {name: tensor.detach() for name, tensor in model_tensors(self.model).items()}
+
+    def _state(self, contents: Sequence[str]) -> State:
+        """Return the asked-for parts of the state."""
+        state: State = {}
+        if "model" in contents:
+            state["model"] = self._tensors()
+        if "optimizer" in contents and self.optimizer is not None:
+            steps = torch.tensor([self.optimizer.num_steps, self.version])
+            state["optimizer"] = {**self.optimizer.state_tensors(), _NUM_STEPS: steps}
+        return state
+
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Write `model.safetensors` and `optimizer.safetensors`, bit for bit; of several ranks, shards.
 
         Over several ranks every one calls it with the same folder, which they share.
         """
-        if self.sharding is not None:
-            from pellucid.training import checkpoint
-
-            return checkpoint.save_shards(folder, self.sharding, self.optimizer, self.version, contents)
-        _write_files(folder, self._files(contents))
+        write_state(folder, self._state(contents), over_ranks=self.sharding is not None)
 
     def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
         """Save what `save` does in the background; returns a function that waits until all of it is written."""
-        if self.sharding is not None:
-            from pellucid.training import checkpoint
+        group = None if self.sharding is None else self.sharding.background_group()
+        write = partial(write_state, folder, over_ranks=group is not None, group=group)
+        return self._writer.start(self._state(contents), write)
 
-            return checkpoint.start_saving_shards(
-                folder, self.sharding, self.optimizer, self.version, contents, self._writer
-            )
-        return self._writer.start(self._files(contents), lambda files: _write_files(folder, files))
+    def merged_weights(self) -> dict[str, torch.Tensor]:
+        """Return all weights in whole tensors, adapters merged in; over several ranks on the CPU of rank 0 alone.
 
-    def _files(self, contents: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return {file name: {tensor name: tensor}} of a checkpoint of one process."""
-        files = {}
-        if "model" in contents:
-            files[MODEL_FILE] = {
-                name: tensor.detach().contiguous() for name, tensor in model_tensors(self.model).items()
-            }
-        if "optimizer" in contents and self.optimizer is not None:
-            steps = torch.tensor([self.optimizer.num_steps, self.version])
-            files[OPTIMIZER_FILE] = {**self.optimizer.state_tensors(), _NUM_STEPS: steps}
-        return files
+        Every rank calls it.
+        """
+        if self.sharding is None:
+            return merged_tensors(self.model)
+        self.sharding.reshard()
+        gathered = {}
+        for name, tensor in state_tensors(self.model).items():  # one at a time
+            whole = self.sharding.whole(tensor)
+            if self.sharding.rank == 0:
+                gathered[name] = whole.detach().to("cpu", copy=True)
+        return merged_tensors(self.model, gathered)
 
     def save_hf(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write a folder that transformers loads; over several ranks every one calls it, and rank 0 writes."""
-        if self.sharding is None:
-            return save_hf_model(self.model, tokenizer, folder)
-        from pellucid.training import checkpoint
-
-        tensors = checkpoint.gathered_tensors(self.sharding)
-        if self.sharding.rank == 0:
+        tensors = self.merged_weights()
+        if tensors:
             save_hf_model(self.model, tokenizer, folder, tensors=tensors)
 
     def weights(self, bucket_bytes: int, *, digests: bool = True) -> Iterator[WeightBucket]:
         """Yield the trained weights in buckets; over several ranks every one takes all of them."""
-        if self.sharding is None:
-            tensors = iter(model_tensors(self.model).items())
-        else:
-            from pellucid.training import checkpoint
-
-            tensors = checkpoint.whole_tensors(self.sharding)
+        whole = (lambda tensor: tensor) if self.sharding is None else self.sharding.whole
+        tensors = ((name, whole(tensor)) for name, tensor in self._tensors().items())
         return in_buckets(tensors, bucket_bytes, digests=digests)
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         """Restore the asked-for parts from `folder`.
 
         Raises:
-            UserError: the checkpoint's tensors are not this model's.
+            UserError: a part is not there, or its model is another.
         """
-        if self.sharding is not None or (folder / SHARDS).is_dir():
-            self._load_over_ranks(folder, contents)
-            return
-        if "model" in contents:
-            load_trained_weights(self.model, folder)
-        if "optimizer" in contents and self.optimizer is not None:
-            tensors = load_file(folder / OPTIMIZER_FILE)
-            num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
-            self.optimizer.load_state_tensors(tensors, num_steps)
-
-    def _load_over_ranks(self, folder: Path, contents: Sequence[str]) -> None:
-        """Load what several ranks wrote into any number of them, or what one process wrote into several."""
-        from pellucid.training import checkpoint
-
-        if (folder / SHARDS).is_dir():
-            version = checkpoint.load_shards(folder, self.model, self.sharding, self.optimizer, contents)
-            self.version = self.version if version is None else version
-            return
-        assert self.sharding is not None
-        if "model" in contents:
-            checkpoint.shard_model_tensors(self.sharding, load_file(folder / MODEL_FILE), folder)
-        if "optimizer" in contents and self.optimizer is not None:
-            tensors = load_file(folder / OPTIMIZER_FILE)
-            self.optimizer.num_steps, self.version = tensors.pop(_NUM_STEPS).tolist()
-            checkpoint.shard_optimizer_tensors(self.sharding, self.optimizer, tensors)
+        optimizer = self.optimizer if "optimizer" in contents else None
+        state: State = {"model": self._tensors()} if "model" in contents else {}
+        with nullcontext() if optimizer is None else optimizer.moments_at_hand():
+            if optimizer is not None:
+                steps = torch.zeros(2, dtype=torch.int64)
+                names = stored_shapes(folder).get("optimizer", {}).keys() - {_NUM_STEPS}
+                state["optimizer"] = {**optimizer.make_state(sorted(names)), _NUM_STEPS: steps}
+            read_state(folder, state, over_ranks=self.sharding is not None)
+        if optimizer is not None:
+            optimizer.num_steps, self.version = state["optimizer"][_NUM_STEPS].tolist()
 
     def _shares(self, sequences: list[TokenSequence]) -> list[list[int]]:
         """Return the rows that each rank runs; every rank finds the same."""
@@ -353,30 +335,6 @@ class FsdpEngine:
     def autocast(self):
         """Return the context in which the model computes: autocast for bf16, nothing for float32."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
-
-
-def _write_files(folder: Path, files: dict[str, dict[str, torch.Tensor]]) -> None:
-    for name, tensors in files.items():
-        save_file(tensors, folder / name)
-
-
-def load_trained_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Load a checkpoint's weights into a plain model, whether one process wrote them or several ranks.
-
-    Raises:
-        UserError: the checkpoint's tensors are not this model's, or it was saved without weights.
-    """
-    if (folder / MODEL_FILE).is_file():
-        return load_weights(model, folder / MODEL_FILE)
-    from pellucid.training import checkpoint
-
-    if not (folder / SHARDS).is_dir() or "model" not in checkpoint.stored_parts(folder):
-        raise UserError(
-            str(folder),
-            "this checkpoint holds no weights: 'model' was not in checkpoint.save_contents.",
-            "Give a checkpoint that was saved with them.",
-        )
-    checkpoint.load_shards(folder, model, None, None, ["model"])
 
 
 def _scatter(scores: TokenScores, inputs: ModelInput, num_rows: int, width: int) -> TokenScores:

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
-from pellucid.training.common.lora import state_tensors
-from pellucid.training.common.models import model_tensors, num_parameters, num_trainable_parameters
 
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 """The config key that errors name unless the caller shards another role's model."""
@@ -26,8 +24,6 @@ Item = TypeVar("Item")
 REPLICATE, SHARD = "replicate", "shard"
 MEET_S = 300.0
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
-ROOT_PREFIX = "model."
-"""What `Root` puts before the names of the model's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +112,8 @@ class Root(torch.nn.Module):
 class Sharding:
     """A model whose tensors are spread over the ranks, and what the engine asks of the other ranks.
 
-    Wraps `model` in place; make its optimizer afterwards, over `parameters()`. All methods but `local` are collective:
-    every rank calls them in the same order.
+    Wraps `model` in place; make its optimizer afterwards, over the parameters that it then has. All methods but `local`
+    are collective: every rank calls them in the same order.
     """
 
     def __init__(
@@ -131,21 +127,9 @@ class Sharding:
         self.plan, self.device = plan, device
         self.mesh = make_mesh(device, plan.fsdp_size, field)
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.num_parameters, self.num_trainable = num_parameters(model), num_trainable_parameters(model)
-        self.tensor_names = list(model_tensors(model))
-        """What a checkpoint holds: tied tensors once, under LoRA the adapters alone."""
-        self.state_names = list(state_tensors(model))
-        """Names of all of the model's tensors, tied ones once, under LoRA base and adapters."""
-        self.tied = _tied(model)
-        """Other names of tied tensors, and the one that they are kept under."""
         self.root: Any = _wrap(model, plan, self.mesh, device)
-        self.background: dist.ProcessGroup | None = None
+        self._background: dist.ProcessGroup | None = None
         self._running = False
-
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's trainable parameters under the names they had before wrapping."""
-        named = self.root.named_parameters()
-        return {name.removeprefix(ROOT_PREFIX): parameter for name, parameter in named if parameter.requires_grad}
 
     def run(self, compute: Callable[[], Any]) -> Any:
         """Return what `compute` does with the weights outside the layers gathered: tensors, or a dict of them."""
@@ -167,6 +151,19 @@ class Sharding:
     def local(tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a sharded tensor that this rank holds, sharing its memory."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a sharded tensor whole, on the ranks' device."""
+        # On the device first: shards offloaded to CPU memory would be gathered over gloo.
+        return tensor.to(self.device).full_tensor() if isinstance(tensor, DTensor) else tensor  # pyright: ignore
+
+    def background_group(self) -> dist.ProcessGroup:
+        """Return a group of all ranks for what runs beside training, whose collectives it keeps out of the way of."""
+        if self._background is None:
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._background = group
+        return self._background
 
     def norm(self, local_norm: torch.Tensor) -> torch.Tensor:
         """Return the L2 norm of all shards from that of this rank's; the same number on every rank."""
@@ -190,12 +187,6 @@ class Sharding:
         items: list[Item | None] = [None] * self.num_ranks
         dist.all_gather_object(items, item)
         return next((found for found in items if found is not None), None)
-
-
-def _tied(model: torch.nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: kept for name, tensor in named if (kept := first.setdefault(id(tensor), name)) != name}
 
 
 def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: torch.device) -> Any:

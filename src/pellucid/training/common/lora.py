@@ -88,19 +88,21 @@ def merged_weight(layer: Any) -> torch.Tensor:
     return layer.base_layer.weight + layer.get_delta_weight(_ADAPTER)
 
 
-def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def merged_tensors(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers under their Hugging Face names, tied ones once, with adapters merged in.
 
-    Without adapters these are the model's own tensors, not copies.
+    Without adapters these are the model's own tensors, not copies. `tensors` are the whole ones of a sharded model.
     """
-    tensors = state_tensors(model)
-    adapters = adapter_tensors(model)
-    layer_of = {id(layer.base_layer.weight): layer for layer in lora_layers(model)}
-    return {
-        name.replace(".base_layer.", "."): merged_weight(layer_of[id(tensor)]) if id(tensor) in layer_of else tensor
-        for name, tensor in tensors.items()
-        if name not in adapters
-    }
+    tensors = state_tensors(model) if tensors is None else tensors
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    for layer in [name.removesuffix(_LORA_A) for name in tensors if name.endswith(_LORA_A)]:
+        scaling = lora_layers(model)[0].scaling[_ADAPTER]  # every layer has the same rank and alpha
+        delta = (tensors[layer + _LORA_B] @ tensors[layer + _LORA_A]) * scaling
+        merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + delta
+    return merged
 
 
 def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -108,16 +110,6 @@ def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return dict(model.named_parameters()) | buffers
-
-
-def merge_adapters(tensors: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what `merged_tensors` does, of a sharded `model` whose whole tensors are given by name."""
-    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if ".lora_" not in name}
-    adapted = [name.removesuffix(_LORA_A) for name in tensors if name.endswith(_LORA_A)]
-    for layer in adapted:
-        scaling = lora_layers(model)[0].scaling[_ADAPTER]  # every layer has the same rank and alpha
-        merged[f"{layer}.weight"] += (tensors[layer + _LORA_B] @ tensors[layer + _LORA_A]) * scaling
-    return merged
 
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

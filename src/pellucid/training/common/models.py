@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -240,7 +239,7 @@ def save_hf_model(
 ) -> None:
     """Write a folder that plain `transformers` loads with identical logits (up to `dtype`); adapters are merged in.
 
-    `tensors` are the weights where `model` holds only shards of them (`gathered_tensors`).
+    `tensors` are the weights where `model` holds only shards of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Tied tensors once: as separate copies in another dtype they would be written twice.
@@ -292,20 +291,6 @@ def model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     With LoRA only the adapters: the base is the frozen model folder.
     """
     return adapter_tensors(model) if has_lora(model) else merged_tensors(model)
-
-
-def load_weights(model: PreTrainedModel, file: Path) -> None:
-    """Copy a checkpoint's `model.safetensors` into the model, in place.
-
-    Raises:
-        UserError: the file's tensors are not this model's.
-    """
-    stored, own = load_file(file), model_tensors(model)
-    shapes = {name: tensor.shape for name, tensor in stored.items()}
-    check_same_tensors(shapes, {name: tensor.shape for name, tensor in own.items()}, file.parent)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(stored[name])
 
 
 def check_same_tensors(stored: dict[str, torch.Size], own: dict[str, torch.Size], checkpoint: Path) -> None:

@@ -144,12 +144,12 @@ class ScheduledAdamW:
             for key, value in self.adamw.state.get(parameter, {}).items()
         }
 
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
-        """Restore what `state_tensors` returned, after `num_steps` optimizer steps."""
+    def make_state(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Replace the state by zeros under those of `names`, as `state_tensors` has them, that are the model's."""
         self.adamw.state.clear()
-        for full_name, value in tensors.items():
+        for full_name in names:
             name, _, key = full_name.rpartition(".")
-            parameter = self.parameters[name]
-            offloaded = self.offload and key != "step"
-            self.adamw.state[parameter][key] = value.to("cpu" if offloaded else parameter.device)
-        self.num_steps = num_steps
+            if (parameter := self.parameters.get(name)) is not None:
+                zeros = torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter)
+                self.adamw.state[parameter][key] = zeros
+        return self.state_tensors()
