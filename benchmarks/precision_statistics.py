@@ -45,7 +45,7 @@ def case_row(size: str, dtype: torch.dtype, cold: bool, repeats: int) -> dict[st
     if cold:
         ring += [ring[0].clone() for _ in range(COLD_BYTES // ring[0].nbytes)]
     edges = np.linspace(0, tokens, NUM_SPANS + 1).astype(np.int64)
-    spans, measurer, reductions = Spans(edges[:-1], np.diff(edges), tokens), Measurer(CPU, "numba"), Measurer(CPU, "torch")
+    spans, measurer, reductions = Spans(np.stack((edges[:-1], edges[1:]), axis=1), tokens), Measurer(CPU, "numba"), Measurer(CPU, "torch")
     # Adding bfloat16 up is arithmetic, not reading: the limit is that of float32 of as many bytes.
     words = {tensor: tensor.view(torch.float32) for tensor in ring}
     read = ring_seconds(lambda tensor: words[tensor].sum(), ring, repeats)

@@ -123,15 +123,16 @@ def test_sums_by_sample_are_those_of_the_samples_tokens(tmp_path: Path) -> None:
     bench.model.model.norm.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
     bench.forward()
     dump = bench.dump()
-    sums, kind = dump.samples, type(bench.model.model.norm).__name__
-    assert sums is not None
+    kind = type(bench.model.model.norm).__name__
+    assert dump.samples is not None
+    sums = dump.samples.to_pylist()
     for number, output in enumerate(outputs):
-        k = sums.names.index(f"Module.model.norm.{kind}.forward.{number}|output.0")
-        spans = dump.about.passes[sums.pass_index[k]].spans
-        at = slice(sums.first[k], sums.first[k + 1])
+        found = [one for one in sums if one["tensor"] == f"Module.model.norm.{kind}.forward.{number}|output.0"]
+        spans = dump.about.passes[number].spans
+        assert [dump.about.spans[one["span"]] for one in found] == spans
         expected = [output[span.start : span.start + span.length].double() for span in spans]
-        assert sums.sum[at] == pytest.approx([float(part.sum()) for part in expected], rel=1e-5, abs=1e-5)
-        assert sums.square_sum[at] == pytest.approx([float(part.square().sum()) for part in expected], rel=1e-5)
+        assert [one["sum"] for one in found] == pytest.approx([float(part.sum()) for part in expected], rel=1e-5, abs=1e-5)
+        assert [one["square_sum"] for one in found] == pytest.approx([float(part.square().sum()) for part in expected], rel=1e-5)
     assert {span.sample for part in dump.about.passes for span in part.spans} == {"a", "b", "a sample 0", "a sample 1", "b sample 0"}
 
 
@@ -272,8 +273,9 @@ def test_a_weight_as_long_as_a_pass_has_no_samples(tmp_path: Path) -> None:
     assert len(sequences[0].prompt_ids) + len(sequences[0].response_ids) - 1 == bench.model.config.hidden_size
     bench.stage(Stage.ACTOR_UPDATE, lambda: bench.engine.train_mini_batch(sequences, LogProbHead(1.0), loss))
     samples = bench.dump().samples
-    assert samples is not None and any(name.endswith("|output.0") for name in samples.names)
-    assert not [name for name in samples.names if ".optimizer." in name or "parameters" in name]
+    assert samples is not None
+    names = samples["tensor"].to_pylist()
+    assert any(name.endswith("|output.0") for name in names) and not [name for name in names if ".optimizer." in name or "parameters" in name]
 
 
 def test_a_rollout_has_a_pass_for_each_token(tmp_path: Path) -> None:

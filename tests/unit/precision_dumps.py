@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from pellucid.precision.dump import About, Entry, Pass, SampleSums, StageDump, TensorStats
+from pellucid.precision.dump import About, Entry, Pass, StageDump, TensorStats
 from pellucid.precision.dump_files import write_dump
 from pellucid.stages import TokenSpan
 
@@ -104,23 +105,20 @@ class Recorder:
             self._sums.append((f"{name}|{path}", number, sums))
         return stats_of(values, dtype=dtype, native=self.native)
 
-    def samples(self) -> SampleSums | None:
+    def samples(self) -> pa.Table | None:
         if not self.native:
             return None
-        names = [name for name, _, _ in self._sums]
-        flat = [value for _, _, sums in self._sums for value in sums]
-        columns = list(zip(*flat)) if flat else [(), (), ()]
-        return SampleSums(
-            names,
-            np.array([number for _, number, _ in self._sums], dtype=np.int64),
-            np.concatenate([[0], np.cumsum([len(sums) for _, _, sums in self._sums])]).astype(np.int64),
-            np.array(columns[0], dtype=np.float64), np.array(columns[1], dtype=np.float64), np.array(columns[2], dtype=np.int64),
-        )  # fmt: skip
+        first = np.cumsum([0, *(len(one.spans) for one in self.passes)])
+        rows = [(name, first[number] + at, *sums) for name, number, spans in self._sums for at, sums in enumerate(spans)]
+        names, *numbers = zip(*rows) if rows else [()] * 5
+        columns = dict(zip(("span", "sum", "square_sum", "num_bad"), numbers))
+        return pa.table({"tensor": pa.array(names, pa.string()).dictionary_encode(), **columns})
 
 
 def run_pass(model: Model, recorder: Recorder, ids: Array, one: Pass, *, backward: bool = False) -> Array:
     """One pass; attention looks at the token alone, so that packed and one by one agree. Returns the last hidden states."""
     recorder.passes.append(one)
+    one.first_entry = len(recorder.entries)
     number = len(recorder.passes) - 1
     root = f"Module.model.TinyModel.forward.{number}"
     placeholder = Entry(root, None, {})

@@ -27,8 +27,7 @@ def checksum(tensor: torch.Tensor, kernel: str = "numba") -> int:
 
 
 def spans_of(*bounds: tuple[int, int], num_tokens: int) -> Spans:
-    starts, ends = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
-    return Spans(starts, ends - starts, num_tokens)
+    return Spans(np.array(bounds, dtype=np.int64).reshape(-1, 2), num_tokens)
 
 
 def assert_sums(total: float, square: float, values: np.ndarray) -> None:
@@ -192,7 +191,7 @@ def test_sums_of_spans(case: tuple[torch.Tensor, Spans]) -> None:
     tensor, spans = case
     for kernel in KERNELS:
         rows = measure(tensor, kernel, spans)
-        assert rows.spans_of[0].shape == (len(spans), 3)
+        assert rows.spans_of[0].shape == (len(spans.bounds), 3)
         for number, (start, end) in enumerate(spans.bounds):
             values = tensor[start:end].double().numpy().reshape(-1)
             total, square, num_bad = rows.spans_of[0][number]
@@ -312,8 +311,6 @@ def test_pytorch_kernel_neither_waits_for_the_device_nor_leaves_it() -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot measure a tensor of torch\.float8_e5m2"):
         Measurer(CPU).measure(torch.zeros(2).to(torch.float8_e5m2))
-    with pytest.raises(ValueError, match="5 elements are not shared equally by 2 tokens"):
-        Measurer(CPU).measure(torch.zeros(5), spans_of((0, 2), num_tokens=2))
     for bounds in [((0, 2), (1, 3)), ((2, 1),), ((0, 5),), ((-1, 2),)]:
         with pytest.raises(AssertionError, match="follow one another within 4 tokens"):
             spans_of(*bounds, num_tokens=4)

@@ -90,7 +90,7 @@ def compare(
             "B", "compare needs two captures, or one run and --rollout.", "See: pellucid precision compare --help"
         )
     from pellucid.precision.compare import RTOL, RTOL_BY_SAMPLE, compare_stage, summarise
-    from pellucid.precision.matching import pairs_of, trainer_and_rollout
+    from pellucid.precision.matching import pairs_of, read_captures, trainer_and_rollout
 
     by_sample = by_sample or rollout
     if b is None:
@@ -100,12 +100,11 @@ def compare(
         sides, names = [_captures(side, step, stage, rank) for side in (a, b)], [str(a), str(b)]
     pairs, missing = pairs_of(sides[0], sides[1], by_sample=by_sample)
     rtol = (RTOL_BY_SAMPLE if by_sample else RTOL) if rtol is None else rtol
-    by_pass = len({pair.place.step for pair in pairs}) == 1 and not by_sample
     with progress(transient=True) as bar:
         task = bar.add_task("comparing", total=len(pairs), info="captures")
         stages = [
-            compare_stage(pair.place, *pair.read(), by_sample=by_sample, rtol=rtol, by_pass=by_pass)
-            for pair in bar.track(pairs, task_id=task)
+            compare_stage(place, read_captures(mine), read_captures(theirs), by_sample=by_sample, rtol=rtol)
+            for place, mine, theirs in bar.track(pairs, task_id=task)
         ]
     result = summarise(stages, names[0], names[1], rtol=rtol, missing=missing)
     _show(result, json_file)

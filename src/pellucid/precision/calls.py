@@ -3,13 +3,13 @@
 Captures list calls when they end (msprobe) or when they begin; what is worked out here holds for both.
 """
 
+from bisect import bisect
 from dataclasses import dataclass
 from functools import lru_cache
 
 from pellucid.precision.dump import StageDump
 
 FORWARD, BACKWARD, PARAMETER_GRADIENTS, OPTIMIZER = "forward", "backward", "parameters_grad", "optimizer"
-MODULE = "Module"
 _DIRECTIONS = (FORWARD, BACKWARD, PARAMETER_GRADIENTS, OPTIMIZER)
 
 
@@ -29,7 +29,7 @@ class CallName:
     @property
     def is_module(self) -> bool:
         """Whether it is a call of a module, and not of an operator."""
-        return self.owner.startswith(f"{MODULE}.")
+        return self.owner.startswith("Module.")
 
     @property
     def module_class(self) -> str:
@@ -42,11 +42,6 @@ class CallName:
         if self.is_module:
             return self.owner.partition(".")[2].rpartition(".")[0] or self.module_class
         return f"{self.owner}.{self.call}"
-
-    @property
-    def every_call(self) -> str:
-        """The name without the number of the call."""
-        return f"{self.owner}.{self.direction}"
 
     def other(self, direction: str) -> str:
         """Return the entry of the same call in another direction."""
@@ -83,11 +78,6 @@ class Calls:
         self._num_steps = len({name.call for name in self.names if name.direction == OPTIMIZER})
         units = [one.unit.replace("micro_batch", "micro-batch").replace("_", " ") for one in dump.about.passes]
         self._labels = [f"{unit} {units[: at + 1].count(unit)} of {units.count(unit)}" for at, unit in enumerate(units)]
-        is_backward = (index for index, ends in self.events if not ends and self.names[index].direction == BACKWARD)
-        self.first_backward: dict[int, int] = {}
-        """By pass the call that its backward begins with: what comes into it is the loss's."""
-        for index in is_backward:
-            self.first_backward.setdefault(self.passes[index], index)
 
     def forward_of(self, index: int) -> int | None:
         """Return the forward call that a backward call, or a gradient of parameters, belongs to."""
@@ -102,6 +92,11 @@ class Calls:
         while up is not None and not self.names[up].is_module:
             up = self.parents[up]
         return up
+
+    def begins_backward(self, index: int) -> bool:
+        """Tell whether a pass's backward begins with a call: what comes into that is the loss's."""
+        of_pass = (one for one, ends in self.events if not ends and self.passes[one] == self.passes[index])
+        return index == next((one for one in of_pass if self.names[one].direction == BACKWARD), None)
 
     def moment(self, index: int) -> tuple[str, int]:
         """Return the pass, or optimizer step, that a call is part of."""
@@ -131,6 +126,21 @@ class Calls:
             forward = self.index_of.get(outer)
         return None if entry.parent is None else self.index_of.get(entry.parent)
 
+    def _passes(self, dump: StageDump) -> list[int]:
+        """Return the pass of each entry: native captures say where passes begin; msprobe's count the calls of modules.
+
+        What is outside of modules is then in the latest pass.
+        """
+        if dump.about.backend == "native":
+            starts = [one.first_entry for one in dump.about.passes]
+            return [max(bisect(starts, index) - 1, 0) for index in range(len(dump.entries))]
+        passes, latest = [], 0
+        for index, name in enumerate(self.names):
+            module = index if name.is_module else self.module_round(index)
+            latest = latest if module is None else self.names[module].call
+            passes.append(latest)
+        return passes
+
     def _events(self) -> list[tuple[int, bool]]:
         num = len(self.entries)
         first, last, depth = list(range(num)), list(range(num)), [0] * num
@@ -143,30 +153,3 @@ class Calls:
         order = [(first[index], False, depth[index], index) for index in range(num)]
         order += [(last[index], True, -depth[index], index) for index in range(num)]
         return [(index, ends) for _, ends, _, index in sorted(order)]
-
-    def _passes(self, dump: StageDump) -> list[int]:
-        """Return the pass of each entry: that of its sums over samples, else of its forward call or the call round it.
-
-        Operators outside of modules and optimizer steps are in none: they get the latest.
-        """
-        known: dict[int, int | None] = {}
-        if dump.samples is not None:
-            for tensor, number in zip(dump.samples.names, dump.samples.pass_index.tolist()):
-                if (index := self.index_of.get(tensor.partition("|")[0])) is not None:
-                    known[index] = number
-
-        def find(index: int) -> int | None:
-            if index not in known:
-                name, forward = self.names[index], self.forward_of(index)
-                if (near := self.parents[index] if forward is None else forward) is not None:
-                    known[index] = find(near)
-                else:
-                    known[index] = name.call if name.is_module and name.direction != OPTIMIZER else None
-            return known[index]
-
-        passes, latest = [], 0
-        for index in range(len(self.entries)):
-            found = find(index)
-            latest = latest if found is None else found
-            passes.append(latest)
-        return passes

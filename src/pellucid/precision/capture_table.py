@@ -10,7 +10,7 @@ ranks.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,17 +42,14 @@ _SCHEMA = pa.schema(
     + [("requires_grad", pa.bool_())]
 )
 
-Tokens = list[list[str | None]]
-"""By pass and span whose tokens they are, e.g. `<uid> sample 1 (response)`; None leaves a span out."""
-
-
 @dataclass(slots=True)
 class Capture:
     """A capture, what to call it, and what its sums over samples are joined by."""
 
     name: str
     dump: StageDump
-    tokens: Tokens = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
+    """By span of its passes whose tokens they are, e.g. `<uid> sample 1 (response)`; None leaves a span out."""
 
 
 def capture_table(captures: Sequence[Capture], *, by_sample: bool = False) -> pa.Table:
@@ -72,19 +69,19 @@ def capture_table(captures: Sequence[Capture], *, by_sample: bool = False) -> pa
     seen: set[tuple[object, ...]] = set()
     sums: list[pa.Table] = []
     for capture in captures:
-        keys: dict[str, tuple[str, TensorStats]] = {}
+        tensors: dict[str, tuple[str, TensorStats]] = {}
         for entry in capture.dump.entries:
             if (key := call_key(entry.name, by_sample=by_sample)) is None:
                 continue
             for path, stats in leaves(entry):
                 tensor = f"{key}|{path}"
-                keys[f"{entry.name}|{path}"] = tensor, stats
-                if not by_sample:
-                    rows.append(_row(tensor, stats, capture.name))
-                elif path.startswith("parameters") and (weight := (tensor, stats.shard, stats.checksum)) not in seen:
+                tensors[f"{entry.name}|{path}"] = tensor, stats
+                weight = (tensor, stats.shard, stats.checksum)
+                if not by_sample or (path.startswith("parameters") and weight not in seen):
                     seen.add(weight)
-                    rows.append(_row(tensor, stats, capture.name, as_part=True))
-        sums += _sums_table(capture, keys)
+                    rows.append(_row(tensor, stats, capture.name, as_part=by_sample))
+        if capture.dump.samples is not None:
+            sums.append(_sums_over_tokens(capture, capture.dump.samples, tensors))
     whole = pa.table([list(column) for column in zip(*rows)] or [[]] * len(_SCHEMA), schema=_SCHEMA)
     table = pa.concat_tables([whole, *sums], promote_options="default")
     how = [(field.name, _AGGREGATES.get(field.name, "first")) for field in _SCHEMA if field.name not in _KEYS]
@@ -98,47 +95,36 @@ def call_key(entry: str, *, by_sample: bool) -> str | None:
     name = parse_name(entry)
     if not by_sample:
         return entry
-    return name.every_call if name.is_module and name.direction == FORWARD else None
+    return f"{name.owner}.{FORWARD}" if name.is_module and name.direction == FORWARD else None
 
 
-def _row(tensor: str, stats: TensorStats, source: str, *, as_part: bool = False) -> tuple[Any, ...]:
-    """Return the row of a whole tensor; one that may be put together from shards has no shape.
-
-    What comes of shards has no checksum either.
-    """
-    size, shard = math.prod(stats.shape), stats.shard or (0, 1)
+def _row(tensor: str, stats: TensorStats, source: str, *, as_part: bool) -> tuple[Any, ...]:
+    """Return the row of a whole tensor; of one that may be put together from shards without shape and shard."""
+    size, (_, num_parts) = math.prod(stats.shape), stats.shard or (0, 1)
     total, squares = (stats.mean * size, stats.norm**2) if size else (0.0, 0.0)
-    is_shard = stats.shard is not None
     return (
-        tensor, WHOLE, None if as_part and is_shard else stats.checksum, size, total, squares, stats.num_nan,
-        stats.num_inf, 1 / shard[1] if as_part else 1.0, stats.max if size else None, stats.min if size else None,
-        stats.dtype,
-        "" if as_part else str(list(stats.shape)), "" if as_part or not is_shard else f"{shard[0]}/{shard[1]}",
-        source, stats.requires_grad,
+        tensor, WHOLE, None if as_part and stats.shard else stats.checksum, size, total, squares, stats.num_nan,
+        stats.num_inf, 1 / num_parts if as_part else 1.0, stats.max if size else None, stats.min if size else None,
+        stats.dtype, "" if as_part else str(list(stats.shape)), "" if as_part else str(stats.shard), source,
+        stats.requires_grad,
     )  # fmt: skip
 
 
-def _sums_table(capture: Capture, keys: dict[str, tuple[str, TensorStats]]) -> list[pa.Table]:
-    """Return the sums over samples of the tensors in `keys`; none where the capture has no sums, as msprobe's."""
-    sums, passes = capture.dump.samples, capture.dump.about.passes
-    if sums is None:
-        return []
-    tokens = [np.array(of, dtype=object) for of in capture.tokens]
-    lengths = [np.array([span.length for span in one.spans], dtype=np.float64) for one in passes]
-    nothing = (None, TensorStats("", ()))
-    tensors, stats = zip(*(keys.get(name, nothing) for name in sums.names)) if sums.names else ((), ())
-    widths = np.array([one.shape[-1] if one.shape else 1 for one in stats], dtype=np.float64)
-    of_tensor = np.repeat(np.arange(len(sums.names)), np.diff(sums.first))
-    numbers = sums.pass_index.tolist()
+def _sums_over_tokens(capture: Capture, sums: pa.Table, tensors: Mapping[str, tuple[str, TensorStats]]) -> pa.Table:
+    """Return the rows of sums over samples; `tensors` has what each tensor is joined by, and its statistics."""
+    names = sums["tensor"].combine_chunks()
+    known = [tensors.get(name, (None, TensorStats("", ()))) for name in names.dictionary.to_pylist()]
+    lengths = np.array([span.length for one in capture.dump.about.passes for span in one.spans], dtype=np.float64)
+    widths = np.array([stats.shape[-1] if stats.shape else 1 for _, stats in known], dtype=np.float64)
     table = pa.table({
-        "tensor": pa.array(np.array(tensors, dtype=object)[of_tensor], pa.string()),
-        "tokens": pa.array(np.concatenate([np.zeros(0, dtype=object), *(tokens[i] for i in numbers)]), pa.string()),
-        "size": np.concatenate([np.zeros(0), *(lengths[i] for i in numbers)]) * widths[of_tensor],
-        "sum": sums.sum, "square_sum": sums.square_sum, "num_nan": sums.num_bad.astype(np.float64),
-        "dtype": pa.array(np.array([one.dtype for one in stats], dtype=object)[of_tensor], pa.string()),
-        "source": pa.array([capture.name] * len(of_tensor), pa.string()),
+        "tensor": pa.array([key for key, _ in known], pa.string()).take(names.indices),
+        "tokens": pa.array(capture.tokens, pa.string()).take(sums["span"]),
+        "size": lengths[sums["span"].to_numpy()] * widths[names.indices.to_numpy()],
+        "sum": sums["sum"], "square_sum": sums["square_sum"], "num_nan": sums["num_bad"].cast(pa.float64()),
+        "dtype": pa.array([stats.dtype for _, stats in known], pa.string()).take(names.indices),
+        "source": pa.array([capture.name] * len(sums), pa.string()),
     })  # fmt: skip
-    return [table.filter(pc.and_(pc.is_valid(table["tensor"]), pc.is_valid(table["tokens"])))]
+    return table.filter(pc.and_(pc.is_valid(table["tensor"]), pc.is_valid(table["tokens"])))
 
 
 def join(a: pa.Table, b: pa.Table) -> pa.Table:

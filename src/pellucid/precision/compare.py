@@ -11,7 +11,7 @@ of it, a `Comparison`, `text.py` and `heatmap.py` show.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,9 +34,9 @@ from pellucid.precision.capture_table import (
 )
 from pellucid.precision.divergence import (
     Change,
+    Changes,
     Kind,
     Limits,
-    Measured,
     Part,
     beside,
     first_fault,
@@ -65,7 +65,6 @@ _BIAS_FLOOR = 0.1
 of that.
 """
 _MAX_ROWS = 20
-_PARTS = list(Part)
 Item = TypeVar("Item")
 
 
@@ -134,8 +133,8 @@ class StageComparison:
     divergence: Divergence | None
     drift: str | None
     largest: list[Row]
-    cells: dict[tuple[str, str], tuple[float, str]]
-    """The heat map: by module, and by pass or step, the largest error, and of what it is."""
+    modules: dict[str, tuple[float, str]]
+    """The heat map: by module the largest error, and of what it is."""
     missing: list[str] = field(default_factory=list)
     """What one side lacks, or what was cut short: for that the two are not equal, whatever is in both."""
     notes: list[str] = field(default_factory=list)
@@ -180,15 +179,15 @@ def summarise(
     if not any(stage.num_calls for stage in stages):
         reason = f"no call of A is in B ({'; '.join(missing[:2])})."
         raise UserError("A, B", reason, "Compare captures of the same level, and of the same model.")
-    found = [(stage.place, stage.divergence) for stage in stages if stage.divergence is not None]
-    place, first = min(found, key=lambda one: (*one[0].order, one[1].pass_index, one[1].position), default=(None, None))
-    if place is not None and first is not None and not first.all_ranks:
+    found = [stage.divergence for stage in stages if stage.divergence is not None]
+    first = min(found, key=lambda one: (*one.place.order, one.position), default=None)
+    if first is not None and not first.all_ranks:
 
         def mark(one: Divergence) -> tuple[object, ...]:
             return one.place.order, one.module, one.kind, one.direction, one.pass_index
 
-        first.ranks = [one.place.rank for _, one in found if mark(one) == mark(first)]
-        first.all_ranks = [stage.place.rank for stage in stages if stage.place.order == place.order]
+        first.ranks = [one.place.rank for one in found if mark(one) == mark(first)]
+        first.all_ranks = [stage.place.rank for stage in stages if stage.place.order == first.place.order]
     drifts = any(stage.drift for stage in stages)
     rows = (row for stage in stages for row in stage.largest)
     largest = _best(rows, lambda row: (row.module, row.quantity), lambda row: row.growth if drifts else row.error)
@@ -211,9 +210,8 @@ def _best(items: Iterable[Item], key: Callable[[Item], object], size: Callable[[
 
 
 def compare_stage(
-    place: Place, a: Sequence[Capture], b: Sequence[Capture], *, by_sample: bool = False, rtol: float = RTOL,
-    by_pass: bool = False,
-) -> StageComparison:  # fmt: skip
+    place: Place, a: Sequence[Capture], b: Sequence[Capture], *, by_sample: bool = False, rtol: float = RTOL
+) -> StageComparison:
     """Compare captures of a stage: one of each side call by call, or those of all ranks by sample.
 
     Args:
@@ -223,7 +221,6 @@ def compare_stage(
         by_sample: compare the first forward calls of modules, by the sums over the tokens that both sides have.
         rtol: the largest relative error that is none; an engine's weights must be the trainer's bit for bit, and one
             weight alone must be equal if most others of its pass are.
-        by_pass: the heat map is of passes, not of steps.
 
     Raises:
         UserError: by sample, a capture has no sums over samples, or no sample is in both.
@@ -232,15 +229,6 @@ def compare_stage(
     if not by_sample:
         a[0].tokens, b[0].tokens = tokens_of_passes(a[0].dump, b[0].dump), tokens_of_passes(b[0].dump, a[0].dump)
     joined = join(capture_table(a, by_sample=by_sample), capture_table(b, by_sample=by_sample))
-    calls = Calls(a[0].dump)
-    keys_a, keys_b = (_call_keys(side, by_sample=by_sample) for side in (a, b))
-    # Backends count some operators otherwise, so that a number may stand for two calls.
-    is_alike = len({capture.dump.about.backend for capture in (*a, *b)}) == 1
-    call_of = {
-        key: index
-        for key, index in _call_keys(a[:1], by_sample=by_sample).items()
-        if key in keys_b and (is_alike or calls.names[index].is_module)
-    }
     is_part = pc.less(pc.min_element_wise(joined["share"], joined["share_b"]), 0.99)
     is_part = pc.fill_null(pc.or_(is_part, pc.not_equal(joined["shard"], joined["shard_b"])), False)
     if num_parts := pc.sum(is_part).as_py():
@@ -249,16 +237,18 @@ def compare_stage(
     drift, round_off = _drift(joined)
     if drift and not by_sample:  # a sample's own rounding says less than that of all
         joined = joined.filter(pc.equal(joined["tokens"], WHOLE))
+    calls = Calls(a[0].dump)
     joined = with_errors(joined, least=_bias_floors(calls, joined), rounded=drift is not None)
+    keys_a, keys_b = (_call_keys(side, by_sample=by_sample) for side in (a, b))
+    call_of = {key: at for key, at in _call_keys(a[:1], by_sample=by_sample).items() if key in keys_b}
     is_engine = by_sample and b[0].dump.about.stage == Stage.ROLLOUT_GENERATE != a[0].dump.about.stage
-    stage = _Stage(place, calls, call_of, joined, Limits(rtol, round_off), by_sample=by_sample)
+    found = _largest_errors(calls, call_of, joined)
     if not drift:
-        stage.ask_for_equal_weights(is_copy=is_engine)
-    result = stage.compared(drift, by_pass=by_pass)
+        _ask_for_equal_weights(calls, found, joined, is_copy=is_engine)
+    result = _stage_comparison(place, calls, joined, found, Limits(rtol, round_off), drift=drift, by_sample=by_sample)
     sides = (("A", [key for key in keys_a if key not in keys_b]), ("B", [key for key in keys_b if key not in keys_a]))
     lacking = [f"{place.where}: {len(keys):,} calls are only in {side}, e.g. {keys[0]}" for side, keys in sides if keys]
-    # What msprobe does not record of what a native capture has is no fault, and an engine runs the model in other ways.
-    is_fault = (is_alike and not is_engine) or not call_of
+    is_fault = not is_engine or not call_of  # an engine runs the model in other ways
     result.missing = lacking if is_fault else []
     for side, capture in (*(("A", one) for one in a), *(("B", one) for one in b)):
         result.missing += _cut_short(capture.dump, f"{place.moment}, {capture.name} of {side}")
@@ -270,7 +260,7 @@ def check_stage(place: Place, dump: StageDump) -> StageComparison:
     """Look for NaN and Inf in one capture; `largest` of the result are its modules that have some, in their order."""
     calls = Calls(dump)
     table = with_nan_as_errors(capture_table([Capture("", dump, tokens_of_passes(dump, dump))]))
-    result = _Stage(place, calls, calls.index_of, table, Limits(0.0)).compared()
+    result = _stage_comparison(place, calls, table, _largest_errors(calls, calls.index_of, table), Limits(0.0))
     result.notes = _cut_short(dump, place.where)
     return result
 
@@ -291,7 +281,7 @@ def _choose_samples(place: Place, a: Sequence[Capture], b: Sequence[Capture]) ->
         reason = f"{place.moment}: the two sides have no sample with the same tokens in common."
         raise UserError("--by-sample, --rollout", reason, "Capture both stages of the same step, whole, on all ranks.")
     for capture in a:
-        capture.tokens = [[name if name in common else None for name in names] for names in capture.tokens]
+        capture.tokens = [name if name in common else None for name in capture.tokens]
     num_responses = sum(name.endswith("(response)") for name in common)
     notes = [f"{place.moment}: over the tokens of {len(common) - num_responses} prompts and {num_responses} responses."]
     if alone := len(positions_a.keys() | positions_b.keys()) - len(common):
@@ -341,122 +331,103 @@ def _bias_floors(calls: Calls, joined: pa.Table) -> np.ndarray:
     return floors
 
 
-class _Stage:
-    """Makes of a table of errors what a stage shows."""
+def _largest_errors(calls: Calls, call_of: Mapping[str, int], table: pa.Table) -> Changes:
+    """Return the largest error of each part of the calls in `call_of`."""
+    tensors, errors = table["tensor"].combine_chunks().dictionary_encode(), column(table, "error")
+    numbers = tensors.indices.to_numpy()
+    order = np.lexsort((-errors, numbers))  # of each tensor the largest error first
+    largest = order[np.unique(numbers[order], return_index=True)[1]].tolist()
+    found: Changes = {index: {} for index in call_of.values()}
+    for tensor, row in zip(tensors.dictionary.to_pylist(), largest):
+        entry, _, path = tensor.rpartition("|")
+        if (index := call_of.get(entry)) is not None:
+            part, error = part_of(calls.names[index], path), float(errors[row])
+            if part not in found[index] or error > found[index][part].error:
+                found[index][part] = Change(index, part, error, row)
+    return found
 
-    def __init__(
-        self, place: Place, calls: Calls, call_of: Mapping[str, int], table: pa.Table, limits: Limits,
-        *, by_sample: bool = False,
-    ) -> None:  # fmt: skip
-        self._place, self._calls, self._table, self._limits, self._by_sample = place, calls, table, limits, by_sample
-        self._indices = list(call_of.values())
-        distinct = table["tensor"].combine_chunks().dictionary_encode()
-        slots = []
-        for tensor in distinct.dictionary.to_pylist():
-            entry, _, path = tensor.rpartition("|")
-            index = call_of.get(entry)
-            slots.append(-1 if index is None else len(_PARTS) * index + _PARTS.index(part_of(calls.names[index], path)))
-        self._slots = np.array(slots, dtype=np.int64)[distinct.indices.to_numpy()]
-        """Of each row its call and part as one number; −1 where the call is not compared."""
-        self._errors = column(table, "error")
-        self._exact = np.zeros(len(table), dtype=bool)
 
-    def ask_for_equal_weights(self, *, is_copy: bool) -> None:
-        """Where most trained weights are equal bit for bit, one that is not is at fault, however small its error.
+def _ask_for_equal_weights(calls: Calls, found: Changes, table: pa.Table, *, is_copy: bool) -> None:
+    """Where most trained weights are equal bit for bit, one that is not is at fault, however small its error.
 
-        Args:
-            is_copy: all must be, as one side has got its weights from the other.
-        """
-        is_checked = pc.and_(pc.is_valid(self._table["checksum"]), pc.is_valid(self._table["checksum_b"])).to_numpy()
-        is_trained, is_same = column(self._table, "requires_grad"), self._errors == SAME
-        moments: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for row in np.flatnonzero(is_checked & (self._slots >= 0)).tolist():
-            index, part = self._call_and_part(row)
-            is_made = self._calls.names[index].direction == OPTIMIZER and part is Part.OUTPUT
-            if part is Part.PARAMETERS or is_made:
-                moments[self._calls.moment(index)].append(row)
-        for rows in moments.values():
-            judged = [row for row in rows if is_trained[row]] or rows
-            self._exact[rows] = is_copy or 2 * is_same[judged].sum() > len(judged)
+    Args:
+        calls: of the first capture.
+        found: their errors; those of weights that should be equal are marked.
+        table: of the errors.
+        is_copy: all must be equal, as one side has got its weights from the other.
+    """
+    is_checked = pc.and_(pc.is_valid(table["checksum"]), pc.is_valid(table["checksum_b"])).to_numpy()
+    is_trained = column(table, "requires_grad")
+    moments: dict[tuple[str, int], list[Change]] = defaultdict(list)
+    for one in (one for parts in found.values() for one in parts.values() if is_checked[one.row]):
+        is_made = calls.names[one.call].direction == OPTIMIZER and one.part is Part.OUTPUT
+        if one.part is Part.PARAMETERS or is_made:
+            moments[calls.moment(one.call)].append(one)
+    for weights in moments.values():
+        judged = [one for one in weights if is_trained[one.row]] or weights
+        if is_copy or 2 * sum(one.error == SAME for one in judged) > len(judged):
+            for one in weights:
+                found[one.call][one.part] = replace(one, exact=True)
 
-    def compared(self, drift: str | None = None, *, by_pass: bool = False) -> StageComparison:
-        """Return what the stage shows; `drift` says which two dtypes most of the model computes in."""
-        limits, names = self._limits, self._calls.names
-        found: dict[int, dict[Part, Measured]] = {index: {} for index in self._indices}
-        order = np.lexsort((-self._errors, self._slots))
-        for row in order[np.unique(self._slots[order], return_index=True)[1]].tolist():
-            if self._slots[row] >= 0:
-                index, part = self._call_and_part(row)
-                found[index][part] = Measured(float(self._errors[row]), row, bool(self._exact[row]))
-        changes = list(walk(self._calls, found))
-        fault = first_fault(self._calls, changes, limits)
-        best = _best(
-            (one for one in changes if one.error > 0.0 and not (drift and one.part is Part.PARAMETERS)),
-            lambda one: (names[one.call].label, quantity(names[one.call], one.part)),
-            limits.growth if drift else lambda one: one.error,
-        )
-        cells: dict[tuple[str, str], tuple[float, str]] = {}
-        has_modules = any(name.is_module for name in names)
-        for one in changes:
-            name = names[one.call]
-            if name.is_module or not has_modules:
-                key = name.label, self._calls.label(one.call) if by_pass else f"step {self._place.step}"
-                cells[key] = max(cells.get(key, (SAME, "")), (one.error, quantity(name, one.part)))
-        return StageComparison(
-            place=self._place,
-            num_calls=len(found),
-            max_error=max((one.error for one in changes), default=SAME),
-            num_bad=len({one.call for one in changes if limits.exceeds(one)}),
-            divergence=None if fault is None else self._divergence(changes, fault, drift),
-            drift=drift,
-            largest=[Row(**self._row(one)) for one in best],
-            cells=cells,
-        )
 
-    def _call_and_part(self, row: int) -> tuple[int, Part]:
-        index, part = divmod(int(self._slots[row]), len(_PARTS))
-        return index, _PARTS[part]
+def _stage_comparison(
+    place: Place, calls: Calls, table: pa.Table, found: Changes, limits: Limits,
+    *, drift: str | None = None, by_sample: bool = False,
+) -> StageComparison:  # fmt: skip
+    """Return what the errors of a stage show; `drift` says which two dtypes most of the model computes in."""
+    names, changes = calls.names, list(walk(calls, found))
 
-    def _row(self, one: Change) -> dict[str, Any]:
+    def row_of(one: Change) -> dict[str, Any]:
         """Return the fields of a `Row`."""
-        name = self._calls.names[one.call]
+        name = names[one.call]
         return {
-            "place": self._place, "pass_index": self._calls.passes[one.call],
-            "pass_label": "all passes" if self._by_sample else self._calls.label(one.call),
+            "place": place, "pass_index": calls.passes[one.call],
+            "pass_label": "all passes" if by_sample else calls.label(one.call),
             "module": name.label, "module_class": name.module_class, "quantity": quantity(name, one.part),
             "direction": BACKWARD if name.direction == PARAMETER_GRADIENTS else name.direction,
-            "entry": self._calls.entries[one.call].name,
-            "path": self._table["tensor"][one.row].as_py().rpartition("|")[2], "error": one.error, "base": one.base,
-            "growth": self._limits.growth(one), "what": what_differs(self._table, one.row),
+            "entry": calls.entries[one.call].name, "path": table["tensor"][one.row].as_py().rpartition("|")[2],
+            "error": one.error, "base": one.base, "growth": limits.growth(one), "what": what_differs(table, one.row),
         }  # fmt: skip
 
-    def _divergence(self, changes: Sequence[Change], fault: Change, drift: str | None) -> Divergence:
-        kind, owner = kind_of(self._calls, fault)
-        name, at_fault = self._calls.names[fault.call], self._calls.names[owner]
-        tensor = self._table["tensor"][fault.row].as_py()
+    divergence, fault = None, first_fault(calls, changes, limits)
+    if fault is not None:
+        row = row_of(fault)
+        kind, owner = kind_of(calls, fault)
+        name, at_fault = names[fault.call], names[owner]
+        tensor = table["tensor"][fault.row].as_py()
         if kind is Kind.PARAMETER_GRADIENT:  # which is a sum over samples; what the module sends back is not
             tensor = f"{name.other(BACKWARD)}|output.0"
-        rows = self._table.filter(pc.equal(self._table["tensor"], tensor)).sort_by(
-            [("error", "descending"), ("row", "ascending")]
-        )
-        differing = rows.filter(pc.greater(rows["error"], self._limits.rtol))
-        samples = [[name for name in of["tokens"].to_pylist() if name != WHOLE] for of in (differing, rows)]
-        by_rank = self._by_sample and kind is not Kind.PARAMETERS
-        ranks = [sorted(set(of["source_b"].to_pylist())) if by_rank else [] for of in (differing, rows)]
+        rows = table.filter(pc.equal(table["tensor"], tensor)).sort_by([("error", "descending"), ("row", "ascending")])
+        differing = rows.filter(pc.greater(rows["error"], limits.rtol))
+        samples, all_samples = ([one for one in of["tokens"].to_pylist() if one != WHOLE] for of in (differing, rows))
+        by_rank = by_sample and kind is not Kind.PARAMETERS
+        ranks, all_ranks = (sorted(set(of["source_b"].to_pylist())) if by_rank else [] for of in (differing, rows))
         is_of_weights = kind is Kind.PARAMETERS or name.direction in (PARAMETER_GRADIENTS, OPTIMIZER)
-        near = beside(self._calls, changes, fault) if is_of_weights else []
-        row: dict[str, Any] = self._row(fault) | {"module": at_fault.label, "module_class": at_fault.module_class}
-        return Divergence(
-            **row,
-            kind=kind,
-            seen_at=name.label,
-            grown=not self._limits.is_made(fault) and math.isfinite(fault.error),
-            drift=drift,
-            num_differing=sum(map(self._limits.exceeds, near)),
-            num_beside=len(near),
-            position=fault.position,
-            samples=samples[0],
-            num_samples=len(samples[1]),
-            ranks=ranks[0],
-            all_ranks=ranks[1],
-        )
+        near = beside(calls, changes, fault) if is_of_weights else []
+        row |= {"module": at_fault.label, "module_class": at_fault.module_class}
+        divergence = Divergence(
+            **row, kind=kind, seen_at=name.label, grown=not limits.is_made(fault) and math.isfinite(fault.error),
+            drift=drift, num_differing=sum(map(limits.exceeds, near)), num_beside=len(near), position=fault.position,
+            samples=samples, num_samples=len(all_samples), ranks=ranks, all_ranks=all_ranks,
+        )  # fmt: skip
+    best = _best(
+        (one for one in changes if one.error > 0.0 and not (drift and one.part is Part.PARAMETERS)),
+        lambda one: (names[one.call].label, quantity(names[one.call], one.part)),
+        limits.growth if drift else lambda one: one.error,
+    )
+    modules: dict[str, tuple[float, str]] = {}
+    has_modules = any(name.is_module for name in names)
+    for one in changes:
+        name = names[one.call]
+        if name.is_module or not has_modules:
+            modules[name.label] = max(modules.get(name.label, (SAME, "")), (one.error, quantity(name, one.part)))
+    return StageComparison(
+        place=place,
+        num_calls=len(found),
+        max_error=max((one.error for one in changes), default=SAME),
+        num_bad=len({one.call for one in changes if limits.exceeds(one)}),
+        divergence=divergence,
+        drift=drift,
+        largest=[Row(**row_of(one)) for one in best],
+        modules=modules,
+    )

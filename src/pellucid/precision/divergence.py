@@ -6,9 +6,8 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
 
 from pellucid.precision.calls import BACKWARD, FORWARD, OPTIMIZER, PARAMETER_GRADIENTS, CallName, Calls
 from pellucid.precision.capture_table import SAME
@@ -27,14 +26,6 @@ class Part(StrEnum):
     OUTPUT = "output"
 
 
-def part_of(name: CallName, path: str) -> Part:
-    """Return which part of a call a tensor belongs to."""
-    group = path.partition(".")[0]
-    if name.direction == PARAMETER_GRADIENTS or not group.startswith(("input", "parameters")):
-        return Part.OUTPUT
-    return Part.PARAMETERS if group == "parameters" else Part.INPUTS
-
-
 class Kind(StrEnum):
     """What a divergence says about the module that it names."""
 
@@ -49,31 +40,45 @@ class Kind(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-class Measured(NamedTuple):
-    """The largest error among the tensors of one part of a call."""
+REASONS = {
+    Kind.OUTPUT: "what goes into it is {clean}, what it computes is not: the fault is in this module",
+    Kind.INSIDE: "its own code, between the modules in it: what those before gave is {clean}, what {seen_at} gets "
+    "is not",
+    Kind.INPUTS: "it comes in from outside: tokens, positions or masks. The model is not at fault. "
+    "Where only micro-batches are cut otherwise, --by-sample compares the same tokens",
+    Kind.LOSS: "the forward pass is {clean}; the loss, its inputs (advantages, old log-probabilities, mask) or its "
+    "scale are not",
+    Kind.PARAMETERS: "its parameters are wrong before it runs: an optimizer step, a checkpoint or a weight sync, "
+    "not this pass",
+    Kind.PARAMETER_GRADIENT: "the gradient of its parameters is wrong, while the gradient that comes in is {clean}",
+    Kind.OPTIMIZER_GRADIENT: "the gradient that the optimizer gets is wrong, each pass's is {clean}: "
+    "it went wrong where they are added up, reduced over ranks and clipped",
+    Kind.OPTIMIZER: "the weights that the optimizer makes are wrong, though its gradients are {clean}: "
+    "the fault is in the optimizer",
+}
+"""What each comes from, as a clause; `clean` says how right what went in is."""
 
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The largest error among the tensors of one part of a call, beside that of what went into it."""
+
+    call: int
+    part: Part
     error: float
     """Relative; `SAME`, 0 or more."""
     row: int
     """Of the table of errors."""
     exact: bool = False
     """It is of a weight that should be equal bit for bit, as others of that moment are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The error of one part of a call, beside that of what went into it."""
-
-    call: int
-    part: Part
-    base: float
+    base: float = math.nan
     """The largest error of what went into it; nan: that was not captured."""
-    position: int
+    position: int = 0
     """Among all that happens in the capture."""
-    error: float
-    """This and what follows: see `Measured`."""
-    row: int
-    exact: bool
+
+
+Changes = dict[int, dict[Part, Change]]
+"""By call and part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +105,20 @@ class Limits:
         return change.error > JUMP * max(change.base, self.round_off, 0.0)
 
 
-def walk(calls: Calls, found: Mapping[int, Mapping[Part, Measured]]) -> Iterator[Change]:
-    """Yield the errors in execution order, each with the largest error of what went in.
+def part_of(name: CallName, path: str) -> Part:
+    """Return which part of a call a tensor belongs to."""
+    group = path.partition(".")[0]
+    if name.direction == PARAMETER_GRADIENTS or not group.startswith(("input", "parameters")):
+        return Part.OUTPUT
+    return Part.PARAMETERS if group == "parameters" else Part.INPUTS
+
+
+def walk(calls: Calls, found: Mapping[int, Mapping[Part, Change]]) -> Iterator[Change]:
+    """Yield the errors in execution order, each with its position and the largest error of what went in.
 
     Args:
         calls: of the one capture.
-        found: the errors of each of its calls that the other has, too, by index.
+        found: the errors of each of its calls that the other has, too.
     """
     scopes: dict[int | None, float] = defaultdict(lambda: SAME)
     """By call the largest error known in it so far: of what came in, and of what the calls in it gave back."""
@@ -123,7 +136,7 @@ def walk(calls: Calls, found: Mapping[int, Mapping[Part, Measured]]) -> Iterator
             outside = gradients if name.direction == OPTIMIZER else scopes[scope]
             for part, base in ((Part.INPUTS, outside), (Part.PARAMETERS, SAME)):
                 if part in parts:
-                    yield Change(index, part, base, position, *parts[part])
+                    yield replace(parts[part], base=base, position=position)
             known = [one.error for part, one in parts.items() if part is not Part.OUTPUT]
             known += [] if Part.INPUTS in parts else [outside]
             # A backward call takes what the forward call kept.
@@ -135,7 +148,7 @@ def walk(calls: Calls, found: Mapping[int, Mapping[Part, Measured]]) -> Iterator
                 base = max(base, scopes[scope], added_up[name.owner])
                 added_up[name.owner] = error
                 gradients = error if math.isnan(gradients) else max(gradients, error)
-            yield Change(index, Part.OUTPUT, base, position, *parts[Part.OUTPUT])
+            yield replace(parts[Part.OUTPUT], base=base, position=position)
             if name.direction not in (PARAMETER_GRADIENTS, OPTIMIZER):  # nothing in the pass is computed from those
                 scopes[scope] = max(scopes[scope], error)
 
@@ -170,7 +183,7 @@ def kind_of(calls: Calls, change: Change) -> tuple[Kind, int]:
         return Kind.PARAMETER_GRADIENT, change.call
     if change.part is Part.OUTPUT:
         return Kind.OUTPUT, change.call
-    if name.direction == BACKWARD and calls.first_backward.get(calls.passes[change.call]) == change.call:
+    if name.direction == BACKWARD and calls.begins_backward(change.call):
         return Kind.LOSS, change.call
     outer = calls.module_round(change.call)
     return (Kind.INPUTS, change.call) if outer is None else (Kind.INSIDE, outer)

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from pellucid.stages import TokenSpan
 
-VERSION = 1
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VERSION = 2
 
 
 @dataclass(slots=True)
@@ -61,12 +62,14 @@ class Entry:
 
 @dataclass(slots=True)
 class Pass:
-    """One forward pass through the model; call `n` of a module that a pass calls once belongs to `passes[n]`."""
+    """One forward pass through the model, and its backward pass."""
 
     unit: str
     """`micro_batch`, `prefill` or `decode_step`."""
     spans: list[TokenSpan]
     """Whose tokens it holds."""
+    first_entry: int = 0
+    """How many entries there were before it; of msprobe's captures that is not known."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,29 +104,16 @@ class About:
     """Index of each mini-batch's first pass; empty where there are none."""
     version: int = VERSION
 
+    @property
+    def spans(self) -> list[TokenSpan]:
+        """The spans of all passes."""
+        return [span for one in self.passes for span in one.spans]
+
     def end(self, cause: BaseException | None) -> None:
         """Note that the capture has ended now, cut short by `cause` if there is one."""
         self.duration_s = round(time.time() - self.started_at, 6)
         if cause is not None:
             self.complete, self.error = False, f"{type(cause).__name__}: {cause}"
-
-
-@dataclass(slots=True, eq=False)
-class SampleSums:
-    """Sums over each sample's tokens, of the K tensors that have a token axis."""
-
-    names: list[str]
-    """[K] `<entry name>|<path of the leaf>`, e.g. `Module.model.norm.LlamaRMSNorm.forward.0|output.0`."""
-    pass_index: np.ndarray
-    """[K] int64: of which pass, hence of which spans."""
-    first: np.ndarray
-    """[K+1] int64: sums `first[k]` to `first[k+1]` are tensor k's, one a span of its pass."""
-    sum: np.ndarray
-    """[first[K]] float64: Σx."""
-    square_sum: np.ndarray
-    """[first[K]] float64: Σx²."""
-    num_bad: np.ndarray
-    """[first[K]] int64: NaN and Inf."""
 
 
 @dataclass(slots=True)
@@ -133,7 +123,11 @@ class StageDump:
     about: About
     entries: list[Entry]
     """In execution order."""
-    samples: SampleSums | None = None
+    samples: pa.Table | None = None
+    """Sums over each sample's tokens, of all tensors that have a token axis: `tensor`, `<entry name>|<path of the
+    leaf>`; `span`, the number of a span among those of all passes; `sum` Σx, `square_sum` Σx², `num_bad` NaN and Inf.
+    None where no tensor has one, and from msprobe.
+    """
     folder: Path | None = None
     """Where it was read from."""
 
@@ -149,6 +143,11 @@ class DumpRef:
     replica: int | None
     """Of a rollout engine; None: a training stage."""
     folder: Path
+
+    @property
+    def rank_name(self) -> str:
+        """Return `rank 1`, or `replica 0 rank 1`."""
+        return ("" if self.replica is None else f"replica {self.replica} ") + f"rank {self.rank}"
 
 
 def leaves(entry: Entry) -> Iterator[tuple[str, TensorStats]]:

@@ -1,8 +1,8 @@
 """The files of a precision capture: written by the captures of both backends, read by compare, heat map and digest.
 
 A capture lies in `<save_path>/step_<N>/<stage>/step<k>/rank<R>/`. `dump.json`, `construct.json` and `stack.json` have
-msprobe's format, so that its own tools read them; `capture.json` says whose capture it is, `samples.npz` holds sums
-sample by sample.
+msprobe's format, so that its own tools read them; `capture.json` says whose capture it is, `samples.parquet` holds
+sums sample by sample.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from __future__ import annotations
 import json
 import math
 import re
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pellucid.errors import UserError
 from pellucid.files.rundir import atomic_open, atomic_write
-from pellucid.precision.dump import VERSION, About, DumpRef, Entry, Pass, SampleSums, StageDump, TensorStats
+from pellucid.precision.dump import VERSION, About, DumpRef, Entry, Pass, StageDump, TensorStats
 from pellucid.stages import Stage, TokenSpan
 
 DUMP, CONSTRUCT, STACK = "dump.json", "construct.json", "stack.json"
-CAPTURE, SAMPLES = "capture.json", "samples.npz"
+CAPTURE, SAMPLES = "capture.json", "samples.parquet"
 
 _COUNTS = ("num_nan", "num_inf", "num_zero", "num_subnormal")
-_SUMS = ("pass_index", "first", "sum", "square_sum", "num_bad")
 _FLOATING = ("torch.float", "torch.bfloat", "torch.complex")
 _PLACE = re.compile(r"(?:/rollout_replica(\d+))?/step_(\d+)/(\w+)/step(\d+)/rank(\d+)$")
 _BELOW = re.compile(r"(profile/)?(rollout_replica\d+/)?(step_\d+/)?(\w+/)?(step\d+/)?(rank\d+/)?" + CAPTURE)
@@ -57,9 +56,7 @@ def write_dump(folder: Path, dump: StageDump) -> list[Path]:
     files = [folder / DUMP, folder / CONSTRUCT, folder / STACK]
     if dump.samples is not None:
         with atomic_open(folder / SAMPLES) as handle:
-            names = np.frombuffer("\n".join(dump.samples.names).encode(), np.uint8)
-            arrays = {name: getattr(dump.samples, name) for name in _SUMS}
-            np.savez_compressed(handle, allow_pickle=False, names=names, **arrays)
+            pq.write_table(dump.samples, handle, compression="zstd")
         files.append(folder / SAMPLES)
     return [*files, write_about(folder, dump.about)]
 
@@ -71,9 +68,10 @@ def write_about(folder: Path, about: About) -> Path:
     indices = {sample: index for index, sample in enumerate(samples)}
     content["samples"] = list(samples)
     content["passes"] = [
-        {"unit": one.unit, "spans": [[indices[s.sample], s.part, s.start, s.length, s.position] for s in one.spans]}
+        {"unit": one.unit, "first_entry": one.first_entry,
+         "spans": [[indices[s.sample], s.part, s.start, s.length, s.position] for s in one.spans]}
         for one in about.passes
-    ]
+    ]  # fmt: skip
     atomic_write(folder / CAPTURE, _a_key_a_line(content))
     return folder / CAPTURE
 
@@ -123,33 +121,17 @@ def read_dump(folder: Path) -> StageDump:
     if not (folder / CAPTURE).is_file():
         reason = f"holds no whole capture (no {CAPTURE})."
         raise UserError(str(folder), reason, "Give the folder of a rank's capture.")
-    parents = _read(folder / CONSTRUCT, _read_json) if (folder / CONSTRUCT).exists() else {}
-    entries = _read(folder / DUMP, lambda path: [
-        Entry(name, parents.get(name), {key: _read_node(node) for key, node in groups.items()})
-        for name, groups in _read_json(path)["data"].items()
-    ])  # fmt: skip
-    samples = _read(folder / SAMPLES, _read_sums) if (folder / SAMPLES).exists() else None
-    return StageDump(_read(folder / CAPTURE, lambda path: _about_from(_read_json(path))), entries, samples, folder)
-
-
-def _read(path: Path, read: Callable[[Path], Any]) -> Any:
-    """Return what `read` makes of a file.
-
-    Raises:
-        UserError: the file is torn, or is something else.
-    """
     try:
-        return read(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        reason = f"is torn, or no file of a capture ({type(error).__name__}: {error})."
-        raise UserError(str(path), reason, "Capture the stage again, or give another folder.") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_bytes())
-    if not isinstance(content, dict):
-        raise TypeError(f"a JSON {type(content).__name__}, not an object")
-    return content
+        about, parents = _read_about(folder), json.loads((folder / CONSTRUCT).read_bytes())
+        entries = [
+            Entry(name, parents.get(name), {key: _read_node(node) for key, node in groups.items()})
+            for name, groups in json.loads((folder / DUMP).read_bytes())["data"].items()
+        ]
+        samples = pq.read_table(folder / SAMPLES) if (folder / SAMPLES).exists() else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
+        reason = f"has a file that is torn, or of no capture ({type(error).__name__}: {error})."
+        raise UserError(str(folder), reason, "Capture the stage again, or give another folder.") from error
+    return StageDump(about, entries, samples, folder)
 
 
 def _read_node(node: Any) -> Any:
@@ -177,22 +159,17 @@ def _read_tensor(leaf: dict[str, Any]) -> TensorStats:
     )
 
 
-def _about_from(content: dict[str, Any]) -> About:
+def _read_about(folder: Path) -> About:
+    content = json.loads((folder / CAPTURE).read_bytes())
     if content["version"] != VERSION:
         raise ValueError(f"version {content['version']}, and {VERSION} is read")
     content["stage"] = str(Stage(content["stage"]))
     samples = content.pop("samples")
     passes = [
-        Pass(one["unit"], [TokenSpan(samples[sample], *place) for sample, *place in one["spans"]])
+        Pass(one["unit"], [TokenSpan(samples[sample], *place) for sample, *place in one["spans"]], one["first_entry"])
         for one in content.pop("passes")
     ]
     return About(**content, passes=passes)
-
-
-def _read_sums(path: Path) -> SampleSums:
-    with np.load(path, allow_pickle=False) as arrays:
-        names = bytes(arrays["names"]).decode().split("\n")
-        return SampleSums(names, *(arrays[name] for name in _SUMS))
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------

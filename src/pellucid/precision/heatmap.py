@@ -1,4 +1,4 @@
-"""Draws a comparison as one page: what the command says, and by stage modules in execution order by steps or passes.
+"""Draws a comparison as one page: what the command says, and by stage modules in execution order by steps.
 
 A static page of tables: the browser's own search finds a module, a cell's tooltip has the number.
 """
@@ -26,26 +26,18 @@ def level(error: float) -> str:
 
 def heatmap_page(result: Comparison) -> str:
     """Return the page."""
-    stages: dict[str, dict[str, dict[str, tuple[float, str]]]] = {}
-    """By stage, module and column the largest error over ranks and quantities, and where it is."""
-    columns: dict[str, dict[str, None]] = {}
+    stages: dict[str, dict[str, dict[int, tuple[float, str]]]] = {}
+    """By stage, module and step the largest error over ranks and quantities, and where it is."""
     for stage in result.stages:
-        rows = stages.setdefault(stage.place.stage, {})
-        for (module, column), (error, quantity) in stage.cells.items():
-            columns.setdefault(stage.place.stage, {})[column] = None
+        rows, step = stages.setdefault(stage.place.stage, {}), stage.place.step
+        for module, (error, quantity) in stage.modules.items():
+            told = f"{module}, step {step}: {quantity} {error_text(error)}, {stage.place.rank}"
             row = rows.setdefault(module, {})
-            if column not in row or error > row[column][0]:
-                row[column] = error, f"{module}, {column}: {quantity} {error_text(error)}, {stage.place.rank}"
+            row[step] = max(row.get(step, (error, told)), (error, told), key=lambda one: one[0])
     console = Console(file=io.StringIO(), record=True, width=180)
     console.print(*comparison_renderables(result))
     said = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    environment = Environment(
-        loader=FileSystemLoader(_ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = Environment(loader=FileSystemLoader(_ASSETS), autoescape=True, undefined=StrictUndefined)
     environment.filters["level"] = level
     template = environment.get_template("precision_heatmap.html.j2")
-    return template.render(result=result, said=said, stages=stages, columns=columns, first=result.divergence)
+    return template.render(result=result, said=said, stages=stages, first=result.divergence)

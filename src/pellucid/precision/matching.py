@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pellucid.errors import UserError
-from pellucid.precision.capture_table import Capture, Tokens
+from pellucid.precision.capture_table import Capture
 from pellucid.precision.dump import DumpRef, StageDump
 from pellucid.precision.dump_files import read_dump
 from pellucid.stages import Stage
@@ -41,56 +41,42 @@ class Place:
         return f"{self.moment}, {self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """What is compared with what: a capture on each side, or those of all ranks."""
-
-    place: Place
-    a: list[DumpRef]
-    b: list[DumpRef]
-
-    def read(self) -> tuple[list[Capture], list[Capture]]:
-        """Read the captures of both sides."""
-        a, b = ([Capture(rank_name(ref), read_dump(ref.folder)) for ref in side] for side in (self.a, self.b))
-        return a, b
-
-
 def place_of(a: DumpRef, b: DumpRef, *, all_ranks: bool = False) -> Place:
     """Return the place of a capture of A and its partner, or of those of all ranks."""
-    both = ((a.step, b.step), (a.stage, b.stage), (a.rank, b.rank))
+    both = ((a.step, b.step), (a.stage, b.stage), (a.rank_name, b.rank_name))
     step, stage, rank = (str(one) if one == other else f"{one}/{other}" for one, other in both)
     moment = f"step {step}, {stage}" + (f", capture {a.call + 1}" if a.call else "")
-    rank = "all ranks" if all_ranks else rank_name(a, rank)
-    return Place(a.step, a.stage, a.call, moment, rank)
+    return Place(a.step, a.stage, a.call, moment, "all ranks" if all_ranks else rank)
 
 
-def rank_name(ref: DumpRef, rank: object = None) -> str:
-    """Return `rank 1`, or `replica 0 rank 1`."""
-    return ("" if ref.replica is None else f"replica {ref.replica} ") + f"rank {ref.rank if rank is None else rank}"
+def read_captures(refs: Sequence[DumpRef]) -> list[Capture]:
+    """Read the captures of one side."""
+    return [Capture(ref.rank_name, read_dump(ref.folder)) for ref in refs]
 
 
-def pairs_of(a: Sequence[DumpRef], b: Sequence[DumpRef], *, by_sample: bool) -> tuple[list[Pair], list[str]]:
+def pairs_of(
+    a: Sequence[DumpRef], b: Sequence[DumpRef], *, by_sample: bool
+) -> tuple[list[tuple[Place, list[DumpRef], list[DumpRef]]], list[str]]:
     """Pair captures of the same step, stage, call, rank and replica; by sample those of all ranks together.
 
     Where each side has but one step, stage or rank, these may differ: two steps of a run, actor against reference.
 
     Returns:
-        The pairs in the order in which they ran, and a line for each side on what has no partner.
+        What is compared with what, in the order in which it ran, and a line for each side on what has no partner.
 
     Raises:
         UserError: nothing pairs.
     """
     names = ["step", "stage", "call"] + ([] if by_sample else ["rank", "replica"])
     names = [name for name in names if not all(len({getattr(ref, name) for ref in side}) == 1 for side in (a, b))]
-    groups: list[dict[tuple[object, ...], list[DumpRef]]] = []
-    for side in (a, b):
-        groups.append({})
+    groups: list[dict[tuple[object, ...], list[DumpRef]]] = [{}, {}]
+    for group, side in zip(groups, (a, b)):
         for ref in side:
-            groups[-1].setdefault(tuple(getattr(ref, name) for name in names), []).append(ref)
+            group.setdefault(tuple(getattr(ref, name) for name in names), []).append(ref)
     pairs = [
-        Pair(place_of(mine[0], theirs[0], all_ranks=by_sample), mine, theirs)
+        (place_of(mine[0], groups[1][key][0], all_ranks=by_sample), mine, groups[1][key])
         for key, mine in groups[0].items()
-        if (theirs := groups[1].get(key))
+        if key in groups[1]
     ]
     if not pairs:
         raise UserError(
@@ -100,7 +86,7 @@ def pairs_of(a: Sequence[DumpRef], b: Sequence[DumpRef], *, by_sample: bool) -> 
         )
     alone = [[ref for key in of.keys() - other.keys() for ref in of[key]] for of, other in (groups, groups[::-1])]
     missing = [f"only in {side}: {_contents(refs)}" for side, refs in zip("AB", alone) if refs]
-    return sorted(pairs, key=lambda pair: pair.place.order), missing
+    return sorted(pairs, key=lambda pair: pair[0].order), missing
 
 
 def trainer_and_rollout(refs: Sequence[DumpRef], stage: str | None) -> tuple[list[DumpRef], list[DumpRef]]:
@@ -136,17 +122,18 @@ def _contents(refs: Sequence[DumpRef]) -> str:
     return f"step {shown}; {stages}; rank {', '.join(map(str, sorted({ref.rank for ref in refs})))}"
 
 
-def tokens_of_passes(dump: StageDump, other: StageDump) -> Tokens:
-    """Return whose tokens the passes of a capture hold, for passes that hold the same in the other."""
+def tokens_of_passes(dump: StageDump, other: StageDump) -> list[str | None]:
+    """Return whose tokens the spans of a capture hold, for passes that hold the same in the other."""
     others = [one.spans for one in other.about.passes]
     return [
-        [f"{span.sample} ({span.part})" if others[number : number + 1] == [one.spans] else None for span in one.spans]
+        f"{span.sample} ({span.part})" if others[number : number + 1] == [one.spans] else None
         for number, one in enumerate(dump.about.passes)
+        for span in one.spans
     ]
 
 
 def tokens_of_samples(captures: Sequence[Capture]) -> dict[str, set[int]]:
-    """Set whose tokens the passes of captures hold, each token once, and return the positions that there are of each.
+    """Set whose tokens the spans of captures hold, each token once, and return the positions that there are of each.
 
     A prompt, which all samples of a group share, goes by its uid. Tokens that another span has shown are left out: a
     prompt in two micro-batches, or a filler; so are, in an update, those of passes after the first optimizer step.
@@ -154,17 +141,16 @@ def tokens_of_samples(captures: Sequence[Capture]) -> dict[str, set[int]]:
     spans = []
     for number, capture in enumerate(captures):
         about = capture.dump.about
-        capture.tokens = [[None] * len(one.spans) for one in about.passes]
-        end = about.mini_batches[1] if len(about.mini_batches) > 1 else len(about.passes)
-        places = ((index, at) for index, one in enumerate(about.passes[:end]) for at in range(len(one.spans)))
-        spans += [(-about.passes[index].spans[at].length, number, index, at) for index, at in places]
+        capture.tokens = [None] * len(about.spans)
+        last = about.passes[about.mini_batches[1] :] if len(about.mini_batches) > 1 else []
+        before = about.spans[: len(about.spans) - sum(len(one.spans) for one in last)]
+        spans += [(-span.length, number, at, span) for at, span in enumerate(before)]
     positions: dict[str, set[int]] = {}
-    for _, number, index, at in sorted(spans):
-        span = captures[number].dump.about.passes[index].spans[at]
+    for _, number, at, span in sorted(spans, key=lambda one: one[:3]):
         whose = _SAMPLE.sub("", span.sample) if span.part == "prompt" else span.sample
         seen = positions.setdefault(f"{whose} ({span.part})", set())
         tokens = range(span.position, span.position + span.length)
         if tokens and seen.isdisjoint(tokens):
             seen.update(tokens)
-            captures[number].tokens[index][at] = f"{whose} ({span.part})"
+            captures[number].tokens[at] = f"{whose} ({span.part})"
     return {name: tokens for name, tokens in positions.items() if tokens}

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pellucid.precision.dump import Entry, Pass, SampleSums, TensorStats, leaves
-from pellucid.precision.statistics import Measurer, Rows, Spans
+from pellucid.precision.dump import Entry, Pass, TensorStats, leaves
+from pellucid.precision.statistics import Measurer, Spans
 from pellucid.stages import TokenSpan
 
 
@@ -22,11 +23,10 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._measurer = Measurer(device)
-        self._entries: list[tuple[Entry, int]] = []
-        """Each with the pass that it belongs to."""
+        self._entries: list[Entry] = []
         self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, TensorStats]] = {}
-        self._measured: dict[int, tuple[TensorStats, int, bool]] = {}
-        """By identity the statistics to be filled in, their row, and whether it has sums for each span of the pass."""
+        self._measured: list[tuple[TensorStats, int | None]] = []
+        """By row of the statistics what they are to be filled into; for sums over tokens the pass that they are of."""
         self.passes: list[Pass] = []
         self._spans: Spans | None = None
         self._num_tokens: int | None = None
@@ -34,15 +34,14 @@ class Recorder:
 
     def begin_pass(self, unit: str, spans: list[TokenSpan]) -> None:
         """What follows belongs to another pass."""
-        self.passes.append(Pass(unit, spans))
+        self.passes.append(Pass(unit, spans, len(self._entries)))
         self._spans = self._num_tokens = None
         self._seen.clear()
 
     def add(self, name: str, parent: str | None, groups: dict[str, Any]) -> Entry:
         """Append an entry of the pass in hand, and return it."""
-        entry = Entry(name, parent, groups)
-        self._entries.append((entry, len(self.passes) - 1))
-        return entry
+        self._entries.append(Entry(name, parent, groups))
+        return self._entries[-1]
 
     def measure(self, values: Any) -> Any:
         """Return nested arguments with statistics, still to be filled in, for each tensor; objects by their type."""
@@ -80,52 +79,42 @@ class Recorder:
         return known[1]
 
     def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> TensorStats:
-        if self._num_tokens is None:
-            self._learn_num_tokens(tensor)
-        spans = self._spans if of_tokens and self._has_token_axis(tensor) else None
-        row = self._measurer.measure(tensor.detach(), spans)
-        stats = TensorStats(str(tensor.dtype), tuple(tensor.shape), requires_grad=tensor.requires_grad, shard=shard)
-        self._measured[id(stats)] = stats, row, spans is not None
+        if self._num_tokens is None and self.passes and tensor.dim() == 2 and not tensor.is_floating_point():
+            self._num_tokens = tensor.numel()  # of the ids, which a pass reads first
+            if spans := self.passes[-1].spans:
+                bounds = np.array([(span.start, span.start + span.length) for span in spans])
+                self._spans = Spans(bounds, self._num_tokens)
+        shape = tensor.shape
+        has_tokens = len(shape) > 1 and self._num_tokens == (shape[0] if len(shape) == 2 else shape[0] * shape[1])
+        spans = self._spans if of_tokens and has_tokens else None
+        self._measurer.measure(tensor, spans)
+        stats = TensorStats(str(tensor.dtype), tuple(shape), requires_grad=tensor.requires_grad, shard=shard)
+        self._measured.append((stats, None if spans is None else len(self.passes) - 1))
         return stats
 
-    def _learn_num_tokens(self, ids: torch.Tensor) -> None:
-        """Learn from the ids, which a pass reads first, how long its token axis is."""
-        if not self.passes or ids.is_floating_point() or ids.dim() != 2:
-            return
-        self._num_tokens = num_tokens = ids.numel()
-        if spans := self.passes[-1].spans:
-            starts, lengths = zip(*((span.start, span.length) for span in spans), strict=True)
-            self._spans = Spans(np.array(starts), np.array(lengths), num_tokens)
-
-    def _has_token_axis(self, tensor: torch.Tensor) -> bool:
-        shape = tensor.shape
-        if len(shape) == 2:
-            return shape[0] == self._num_tokens
-        return len(shape) > 2 and shape[0] * shape[1] == self._num_tokens
-
-    def dump(self) -> tuple[list[Entry], SampleSums | None]:
-        """Copy the numbers from the device, once, and return the entries with their statistics filled in."""
-        rows = self._measurer.fetch()
-        for stats, row, _ in self._measured.values():
-            _fill_in(stats, row, rows)
-        names, passes, parts = list[str](), list[int](), list[np.ndarray]()
-        for entry, pass_index in self._entries:
+    def dump(self) -> tuple[list[Entry], pa.Table | None]:
+        """Copy the numbers from the device, once; return the entries with their statistics, and `StageDump.samples`."""
+        found = self._measurer.fetch()
+        row_of: dict[int, int] = {}
+        for row, (stats, _) in enumerate(self._measured):
+            row_of[id(stats)] = row
+            stats.min, stats.max, stats.mean, stats.norm = found.floats[row].tolist()
+            stats.num_nan, stats.num_inf, stats.num_zero, stats.num_subnormal, checksum = found.counts[row].tolist()
+            stats.checksum = f"{checksum % (1 << 64):016x}"
+        first_span = np.cumsum([0, *(len(one.spans) for one in self.passes)])
+        names, spans, sums = list[str](), list[np.ndarray](), list[np.ndarray]()
+        for entry in self._entries:
             for path, stats in leaves(entry):
-                _, row, by_sample = self._measured[id(stats)]
-                if by_sample:
+                row = row_of[id(stats)]
+                if (number := self._measured[row][1]) is not None:
                     names.append(f"{entry.name}|{path}")
-                    passes.append(pass_index)
-                    parts.append(rows.spans_of[row])
-        entries = [entry for entry, _ in self._entries]
+                    sums.append(found.spans_of[row])
+                    spans.append(first_span[number] + np.arange(len(sums[-1])))
         if not names:
-            return entries, None
-        first = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        total, square_sum, num_bad = np.concatenate(parts).T
-        pass_index = np.array(passes, dtype=np.int64)
-        return entries, SampleSums(names, pass_index, first, total, square_sum, num_bad.astype(np.int64))
-
-
-def _fill_in(stats: TensorStats, row: int, rows: Rows) -> None:
-    stats.min, stats.max, stats.mean, stats.norm = rows.floats[row].tolist()
-    stats.num_nan, stats.num_inf, stats.num_zero, stats.num_subnormal, checksum = rows.counts[row].tolist()
-    stats.checksum = f"{checksum % (1 << 64):016x}"
+            return self._entries, None
+        indices = np.repeat(np.arange(len(names), dtype=np.int32), [len(part) for part in sums])
+        total, square_sum, num_bad = np.concatenate(sums).T
+        return self._entries, pa.table({
+            "tensor": pa.DictionaryArray.from_arrays(indices, names), "span": np.concatenate(spans),
+            "sum": total, "square_sum": square_sum, "num_bad": num_bad.astype(np.int64),
+        })  # fmt: skip

@@ -16,28 +16,12 @@ from rich.text import Text
 from pellucid.precision.calls import OPTIMIZER
 from pellucid.precision.capture_table import SAME
 from pellucid.precision.compare import Comparison, Divergence, Row
-from pellucid.precision.divergence import Kind
+from pellucid.precision.divergence import REASONS, Kind
 
 MAX_NAMES = 6
 MAX_NOTES = 8
 MAX_STAGES = 40
 """Stages and ranks that have a line each: those with a divergence, or where there is none, all."""
-REASONS = {
-    Kind.OUTPUT: "What goes into it is {clean}, what it computes is not: the fault is in this module.",
-    Kind.INSIDE: "Its own code, between the modules in it: what those before gave is {clean}, "
-    "what {seen_at} gets is not.",
-    Kind.INPUTS: "It comes in from outside: tokens, positions or masks. The model is not at fault. "
-    "Where only micro-batches are cut otherwise, --by-sample compares the same tokens.",
-    Kind.LOSS: "The forward pass is {clean}; the loss, its inputs (advantages, old log-probabilities, mask) or its "
-    "scale are not.",
-    Kind.PARAMETERS: "Its parameters are wrong before it runs: an optimizer step, a checkpoint or a weight sync, "
-    "not this pass.",
-    Kind.PARAMETER_GRADIENT: "The gradient of its parameters is wrong, while the gradient that comes in is {clean}.",
-    Kind.OPTIMIZER_GRADIENT: "The gradient that the optimizer gets is wrong, each pass's is {clean}: "
-    "it went wrong where they are added up, reduced over ranks and clipped.",
-    Kind.OPTIMIZER: "The weights that the optimizer makes are wrong, though its gradients are {clean}: "
-    "the fault is in the optimizer.",
-}
 
 
 def error_text(error: float) -> str:
@@ -93,7 +77,8 @@ def explanation(result: Comparison) -> Iterator[str]:
     else:
         clean = f"within {error_text(one.base)}" if one.base > 0 else "equal" if result.b else "finite"
         clean = "not captured" if math.isnan(one.base) else clean
-        yield REASONS[one.kind].format(clean=clean, seen_at=one.seen_at)
+        reason = REASONS[one.kind].format(clean=clean, seen_at=one.seen_at)
+        yield f"{reason[0].upper()}{reason[1:]}."
     if one.num_beside:
         yield f"It is so in {one.num_differing} of {one.num_beside} modules."
     size = f", relative error {error_text(one.error)}" if result.b else ""
