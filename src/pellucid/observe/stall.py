@@ -29,7 +29,7 @@ import psutil
 from pellucid.console import error_console
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
-from pellucid.observe.watchdog import ASKED, BEAT_BYTES, STALL_SIGNAL, STATE, TAKEN, Stall, Watchdog, read_stall
+from pellucid.observe.watchdog import BEAT_BYTES, STALL_SIGNAL, Watchdog, find_stall
 
 _NUM_FRAMES = 6
 _UNWIND_S = 30.0
@@ -66,8 +66,7 @@ class StallEnding:
         # Both are open until the run ends.
         self._stacks, self._beats = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
         self._beats.truncate(BEAT_BYTES)
-        self._memory = mmap.mmap(self._beats.fileno(), BEAT_BYTES)
-        self.watchdog = Watchdog(timeout_s, self._memory)
+        self.watchdog = Watchdog(timeout_s, mmap.mmap(self._beats.fileno(), BEAT_BYTES))
         self.in_hand: Callable[[], list[str]] = list
         """Names the samples that are being worked on; set once there are models."""
 
@@ -107,21 +106,17 @@ class StallEnding:
         )
 
     def _raise_in_main(self, signal_number: int, frame: FrameType | None) -> None:
-        if self._memory[STATE] != ASKED:
+        stall, deadline = find_stall(self.watchdog.beats(), now := time.monotonic())
+        if deadline > now or self.watchdog.is_stalled:  # it went on just then, or knows already
             return
-        stall, deadline = read_stall(self._memory, now := time.monotonic())
-        if deadline > now:  # it went on just then
-            self._memory[STATE] = 0
-            return
-        self.watchdog.timeout_s = _UNWIND_S
+        self.watchdog.is_stalled, self.watchdog.timeout_s = True, _UNWIND_S
         self.watchdog.put_off(_UNWIND_S)
-        self._memory[STATE] = TAKEN
         main_thread = threading.main_thread().ident or 0
         raise write_report(self._run_dir, stall, self._stacks.fileno(), os.getpid(), main_thread, self.in_hand())
 
 
 def write_report(
-    run_dir: RunDir, stall: Stall, stacks_file: int, pid: int, main_thread: int, samples: Sequence[str] = ()
+    run_dir: RunDir, stall: str, stacks_file: int, pid: int, main_thread: int, samples: Sequence[str] = ()
 ) -> StallError:
     """Write `logs/stall_<time>.txt` and return what is to be raised and said.
 
@@ -137,7 +132,7 @@ def write_report(
     file = run_dir.logs / datetime.now(UTC).strftime("stall_%Y%m%dT%H%M%SZ.txt")
     latest = CheckpointStore(run_dir.checkpoints).latest()
     working_on = [f"working on {', '.join(samples[:3])}{' …' if len(samples) > 3 else ''}"] if samples else []
-    content = "\n".join([str(stall), f"process {pid}", *working_on, "", stacks])
+    content = "\n".join([stall, f"process {pid}", *working_on, "", stacks])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)

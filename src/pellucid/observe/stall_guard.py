@@ -5,7 +5,6 @@ run's beats in the file BEAT_FD, and has the run dump its stacks into the file S
 input closes.
 """
 
-import math
 import mmap
 import os
 import select
@@ -15,55 +14,42 @@ from pathlib import Path
 
 import psutil
 
-from pellucid.observe.watchdog import ASKED, BEAT_BYTES, KILLED, STALL_SIGNAL, STATE, TAKEN, Memory, Stall, read_stall
+from pellucid.observe.watchdog import BEAT_BYTES, STALL_SIGNAL, find_stall, read_beats
 
-_POLL_S, _SUSPENDED_S, _REACH_MAIN_S = 1.0, 5.0, 3.0
-"""The last: how long the run's main thread may take to hear of the stall."""
+_POLL_S, _REACH_MAIN_S, _SUSPENDED_S = 1.0, 3.0, 5.0
+"""How often it looks; how long the run's main thread may take to hear of its stall; a pause between two looks that is
+none of the run's."""
 
 
-def guard(run_dir: Path, main_thread: int, beats: int, stacks: int) -> None:
+def guard(run_dir: Path, main_thread: int, beats_file: int, stacks: int) -> None:
     """Return when the run ends; end it when it is stalled."""
-    run, memory = psutil.Process(os.getppid()), mmap.mmap(beats, BEAT_BYTES)
-    then, suspended_s, last_deadline = time.monotonic(), 0.0, math.inf
-    while not _input_closes(_POLL_S):
-        now = time.monotonic()
-        stall, deadline = read_stall(memory, now)
-        if deadline != last_deadline:
-            suspended_s, last_deadline = 0.0, deadline
-        if now - then > _SUSPENDED_S or _is_suspended(run):  # Ctrl-Z, or the whole machine
-            suspended_s += now - then
-        elif now > deadline + suspended_s:
-            memory[STATE] = ASKED
-            run.send_signal(STALL_SIGNAL)
-            if _input_closes(_REACH_MAIN_S) or (memory[STATE] == TAKEN and unwinds(memory)):
-                return
-            if memory[STATE] != 0:
-                memory[STATE] = KILLED
+    run, memory = psutil.Process(os.getppid()), mmap.mmap(beats_file, BEAT_BYTES)
+    then, suspended_s, was_asked, last_deadline = time.monotonic(), 0.0, False, 0.0
+    while not _input_closes(_REACH_MAIN_S if was_asked else _POLL_S):
+        try:
+            is_ending, beats = read_beats(memory)
+            is_stopped = run.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # Ctrl-Z
+        except (ValueError, psutil.NoSuchProcess):  # it writes them at this moment; it ends
+            continue
+        elapsed_s, then = time.monotonic() - then, time.monotonic()
+        stall, deadline = find_stall(beats, then)
+        if deadline != last_deadline:  # it went on, or has heard of its stall
+            suspended_s, was_asked, last_deadline = 0.0, False, deadline
+        if is_stopped or elapsed_s > _SUSPENDED_S:
+            suspended_s += elapsed_s
+        elif then > deadline + suspended_s:
+            if was_asked or is_ending:
                 _end(run, run_dir, stall, main_thread, stacks)
                 return
-        then = time.monotonic()
-
-
-def unwinds(memory: Memory) -> bool:
-    """Wait for the end of a run that has heard of its stall; False: its deadline for that has come."""
-    while (now := time.monotonic()) < read_stall(memory, now)[1]:
-        if _input_closes(_POLL_S):
-            return True
-    return False
+            run.send_signal(STALL_SIGNAL)
+            was_asked = True
 
 
 def _input_closes(seconds: float) -> bool:
     return bool(select.select([0], [], [], seconds)[0])
 
 
-def _is_suspended(run: psutil.Process) -> bool:
-    try:
-        return run.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _end(run: psutil.Process, run_dir: Path, stall: Stall, main_thread: int, stacks: int) -> None:
+def _end(run: psutil.Process, run_dir: Path, stall: str, main_thread: int, stacks: int) -> None:
     # Imported when needed: until then the guard stays about as small as an interpreter can be.
     from pellucid.console import log_to
     from pellucid.files.rundir import RunDir
