@@ -15,12 +15,11 @@ from torch.cuda import _memory_viz
 
 from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig, TorchMemoryToolConfig
 from pellucid.errors import UserError
-from pellucid.observe.memory_changes import Change, changes_of_snapshot, trim_stacks
-from pellucid.observe.memory_use import BEFORE_CAPTURE, OUTSIDE, RangeLog, figures, memory_page
+from pellucid.observe.memory_use import OUTSIDE, Change, RangeLog, figures, memory_page
 from pellucid.observe.tables import size
 from pellucid.observe.tools import torch_memory
 from pellucid.observe.tools.base import Capture, ToolSettings
-from pellucid.observe.tools.torch_memory import TorchMemoryTool
+from pellucid.observe.tools.torch_memory import TorchMemoryTool, trim_stacks
 from pellucid.stages import Stage, Unit
 
 BIG = 5_000_000  # floats
@@ -101,7 +100,7 @@ def test_the_page_loads_nothing_and_says_what_the_report_says(planted):
 
 def test_names_are_escaped():
     use = figures([Change(10, 1, 100, "<script>x</script>", ("a.py:1 </script><b>",))], RangeLog(None), 0)
-    page = memory_page("<script>", use | {"device": "cpu"})
+    page = memory_page("<script>", use)
     assert "<script" not in page and "</script>" not in page and "&lt;script&gt;x" in page
 
 
@@ -307,18 +306,6 @@ def test_a_snapshot_s_stacks_are_trimmed_and_torch_still_reads_it():
     assert "g.py" in _memory_viz.memory(trimmed, format_flamegraph=lambda lines: lines)
 
 
-def test_a_snapshot_gives_the_same_figures():
-    start_us = 1_000_000
-    use = figures(changes_of_snapshot(snapshot(start_us), 0), RangeLog("actor_update"), start_us * 1000)
-    names = ("before_bytes", "peak_bytes", "end_bytes")
-    assert [use[name] for name in names] == [5000, 9000, 3000]
-    assert [(site["bytes"], site["stage"], site["stack"][:1]) for site in use["at_peak"]] == [
-        (5000, BEFORE_CAPTURE, ()),
-        (4000, "actor_update", ("a.py:1 a",)),
-    ]
-    assert [(site["bytes"], site["stage"]) for site in use["at_end"]] == [(2000, BEFORE_CAPTURE), (1000, "actor_update")]
-
-
 @pytest.fixture
 def cuda(monkeypatch):
     """The CUDA calls that the tool makes, with a record of them: a CPU build has none."""
@@ -346,13 +333,9 @@ def test_on_cuda_the_snapshot_is_written_and_recording_ends(cuda, tmp_path):
         files = tool.stop()
     assert cuda.history == [("all", "python", 50, True), (None, "all", 0, False)] * 2
     assert len(cuda.observers) == 1, "it cannot be detached, so it must not be attached twice"
-    assert [file.name for file in files] == [
-        f"torch_memory_actor_update_window2_rank1_pid77.{suffix}" for suffix in ("pickle", "html", "json")
-    ]
+    assert [file.name for file in files] == ["torch_memory_actor_update_window2_rank1_pid77.pickle"]
     written = pickle.loads(files[0].read_bytes())
     assert written["device_traces"][0][0]["frames"] == frames("a")
-    report = report_in(files)
-    assert (report["device"], report["before_bytes"], report["end_bytes"]) == ("cuda", 5000, 3000)
 
 
 def test_out_of_memory_leaves_a_snapshot_of_its_own_while_capturing_only(cuda, tmp_path):
@@ -360,7 +343,7 @@ def test_out_of_memory_leaves_a_snapshot_of_its_own_while_capturing_only(cuda, t
     tool.start(capture(tmp_path))
     cuda.observers[0](0, 10, 20, 30)
     files = tool.stop()
-    assert [file.name for file in files[:2]] == [
+    assert [file.name for file in files] == [
         "torch_memory_rank1_pid77.pickle",
         "torch_memory_rank1_pid77_oom.pickle",
     ]
@@ -378,4 +361,4 @@ def test_a_snapshot_that_cannot_be_written_does_not_hide_out_of_memory(cuda, tmp
     cuda.observers[0](0, 10, 20, 30)
     assert "cannot be written" in caplog.text
     (tmp_path / "step3").mkdir()
-    assert len(tool.stop()) == 3
+    assert len(tool.stop()) == 1

@@ -1,6 +1,7 @@
-"""Who held memory: from a process's allocations and frees to the peak, its holders and what is left at the end.
+"""Who held memory on a CPU: from the allocations that PyTorch's profiler saw to the peak and its holders.
 
-`memory_changes.py` gives the allocations, the torch_memory tool the ranges; the figures go to its JSON and its page.
+The torch_memory tool gives the profile and the ranges; the figures go to its JSON and its page. This file alone knows
+the profiler's event tree, for which torch has no public name.
 """
 
 import time
@@ -8,20 +9,106 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.text import Text
+from torch._C._autograd import _ProfilerResult
+from torch._C._profiler import (
+    RecordScope,
+    _ExtraFields_Allocation,
+    _ExtraFields_PyCall,
+    _ExtraFields_PyCCall,
+    _ExtraFields_TorchOp,
+    _ProfilerEvent,
+    _PyFrameState,
+)
 
-from pellucid.observe.memory_changes import Change
 from pellucid.observe.tables import page, size, table
 from pellucid.stages import Stage
 
 OUTSIDE = "outside any stage"
-BEFORE_CAPTURE = "before the capture"
 MAX_SITES, FRAMES_SHOWN = 40, 6
+_BACKWARD_PREFIX = "autograd::engine::evaluate_function: "
 _STAGES = frozenset(stage.value for stage in Stage)
 _PLUMBING = ("torch/", "contextlib.py", "functools.py", "threading.py", "<", "??")
 """How files begin that say nothing about who wanted the memory."""
+
+
+class Change(NamedTuple):
+    """One allocation or free."""
+
+    time_ns: int
+    """Since the epoch."""
+    address: int
+    num_bytes: int
+    """Negative: freed."""
+    operator: str = ""
+    """What allocated it, e.g. `aten::mm`."""
+    stack: tuple[str, ...] = ()
+    """`file:line function`, innermost first; `line+` where only the function's first line is known."""
+
+
+def changes_of_profile(result: _ProfilerResult, stack_depth: int) -> list[Change]:
+    """Return what was allocated and freed on the CPU, by the thread that was profiled, in order of time.
+
+    What a backward pass allocates has the backward operator's name, and the stack of the forward operator, where that
+    was seen: all of a backward pass has one Python stack, the call of `backward`.
+
+    Args:
+        result: of a profile with memory and stacks.
+        stack_depth: frames that are kept of a stack, the innermost.
+    """
+    allocations: list[tuple[_ProfilerEvent, _ExtraFields_Allocation]] = []
+    forward: dict[int, _ProfilerEvent] = {}  # by the number in the autograd graph, which the backward pass repeats
+    pending = list(result.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
+            allocations.append((event, fields))
+        elif (
+            isinstance(fields, _ExtraFields_TorchOp) and fields.sequence_number >= 0 and not _is_backward(event, fields)
+        ):
+            forward[fields.sequence_number] = event
+    changes: list[Change] = []
+    for event, fields in sorted(allocations, key=lambda pair: pair[0].start_time_ns):
+        place = _place(event, forward, stack_depth) if fields.alloc_size > 0 else ("", ())
+        changes.append(Change(event.start_time_ns, fields.ptr, fields.alloc_size, *place))
+    return changes
+
+
+def _place(event: _ProfilerEvent, forward: dict[int, _ProfilerEvent], stack_depth: int) -> tuple[str, tuple[str, ...]]:
+    """Return the outermost operator round an event since the last Python call, and the stack of that."""
+    name, place, outer = "", event, event.parent
+    while outer is not None and not isinstance(outer.extra_fields, _ExtraFields_PyCall | _ExtraFields_PyCCall):
+        fields = outer.extra_fields
+        if isinstance(fields, _ExtraFields_TorchOp):
+            known = forward.get(fields.sequence_number) if _is_backward(outer, fields) else None
+            name, place = outer.name.removeprefix(_BACKWARD_PREFIX), known or outer
+        outer = outer.parent
+    return name, _stack(place, stack_depth)
+
+
+def _stack(event: _ProfilerEvent, stack_depth: int) -> tuple[str, ...]:
+    frames: list[str] = []
+    outer = event.parent
+    while outer is not None and len(frames) < stack_depth:
+        fields = outer.extra_fields
+        if isinstance(fields, _ExtraFields_PyCall) and not frames:
+            frames.append(_frame(fields.callsite, "+"))
+        outer = outer.parent
+        if isinstance(fields, _ExtraFields_PyCCall) or (isinstance(fields, _ExtraFields_PyCall) and outer is not None):
+            frames.append(_frame(fields.caller))  # of the outermost function the caller is not known
+    return tuple(frames[:stack_depth])
+
+
+def _is_backward(event: _ProfilerEvent, fields: _ExtraFields_TorchOp) -> bool:
+    return fields.scope == RecordScope.BACKWARD_FUNCTION or event.name.startswith(_BACKWARD_PREFIX)
+
+
+def _frame(frame: _PyFrameState, line_suffix: str = "") -> str:
+    return f"{frame.file_name}:{frame.line_number}{line_suffix} {frame.function_name}"
 
 
 class RangeLog:
@@ -57,21 +144,21 @@ def figures(changes: list[Change], ranges: RangeLog, started_ns: int) -> dict[st
     """Return who held memory, as plain values for JSON.
 
     Args:
-        changes: in order of time; what was held when the capture began comes before its start.
+        changes: in order of time.
         ranges: what ran when.
         started_ns: start of the capture, since the epoch.
     """
 
     def stage_of(change: Change) -> str:
-        return BEFORE_CAPTURE if change.time_ns < started_ns else ranges.at(change.time_ns)[0]
+        return ranges.at(change.time_ns)[0]
 
     at_end, at_peak = dict[int, Change](), dict[int, Change]()
     total = peak_bytes = peak = 0
-    highest: dict[str, int] = {}
+    highest: Counter[str] = Counter()
     allocated: Counter[str] = Counter()
     for position, (change, total) in enumerate(zip(changes, _follow(changes, at_end)), 1):
         stage = stage_of(change)
-        highest[stage] = max(highest.get(stage, 0), total)
+        highest[stage] = max(highest[stage], total)
         allocated[stage] += max(0, change.num_bytes)
         if total > peak_bytes:
             peak_bytes, peak = total, position
@@ -82,7 +169,6 @@ def figures(changes: list[Change], ranges: RangeLog, started_ns: int) -> dict[st
     peak_ns = changes[peak - 1].time_ns if peak else started_ns
     return {
         "changes": len(changes),
-        "before_bytes": highest.get(BEFORE_CAPTURE, 0),
         "peak_bytes": peak_bytes,
         "peak_at_s": max(0, peak_ns - started_ns) / 1e9,
         "peak_range": ranges.at(peak_ns)[1],
@@ -117,8 +203,7 @@ def _follow(changes: list[Change], held: dict[int, Change]) -> Iterator[int]:
 
 def _sites(held: dict[int, Change], stage_of: Callable[[Change], str]) -> list[dict[str, Any]]:
     """Return who holds most, by stage, operator and stack."""
-    num_bytes: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
-    counts: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
+    num_bytes, counts = Counter[tuple[str, str, tuple[str, ...]]](), Counter[tuple[str, str, tuple[str, ...]]]()
     for change in held.values():
         site = stage_of(change), change.operator, change.stack
         num_bytes[site] += change.num_bytes
@@ -131,12 +216,10 @@ def _sites(held: dict[int, Change], stage_of: Callable[[Change], str]) -> list[d
 
 def memory_page(title: str, use: dict[str, Any]) -> str:
     """Return the figures as a page that loads nothing."""
-    before, counted = f"of which {size(use['before_bytes'])} were held before the capture", "counted, the latest"
-    if use["device"] == "cpu":
-        before, counted = "without what was allocated before the capture, which nobody counts on a CPU", "counted"
     answer = (
         f"Memory peaked {use['peak_at_s']:.3f} s after the start, during {use['peak_range']}: "
-        f"{size(use['peak_bytes'])}, {before}. {use['changes']:,} allocations and frees are {counted}."
+        f"{size(use['peak_bytes'])}, without what was allocated before the capture, which nobody counts on a CPU. "
+        f"{use['changes']:,} allocations and frees are counted."
     )
     columns = ("stage", "it allocated, freed or not", "of the peak", "peak while it ran")
     names = ("allocated_bytes", "at_peak_bytes", "peak_bytes")

@@ -56,12 +56,17 @@ class Capture:
     """What the stage runs, each chunk of a model that is cut into several; empty for a whole step."""
 
     @property
+    def again(self) -> str:
+        """What tells it from others of its stage and step: `_call2_window3`; empty for the first."""
+        return "".join(
+            f"_{name}{number}" for name, number in (("call", self.call), ("window", self.window)) if number > 1
+        )
+
+    @property
     def name(self) -> str:
         """Stem of the files."""
-        again = f"_call{self.call}" if self.call > 1 else ""
-        again += f"_window{self.window}" if self.window > 1 else ""
         what = "step" if self.stage is None else self.stage
-        return f"{self.role}_{what}_step{self.step}{again}_rank{self.rank}-of-{self.num_ranks}_pid{self.pid}"
+        return f"{self.role}_{what}_step{self.step}{self.again}_rank{self.rank}-of-{self.num_ranks}_pid{self.pid}"
 
     def file(self, path: str, num_bytes: int | None, tool: str, process: str, started_at: float) -> ProfileFile:
         """Return the manifest's entry of a file of this capture."""
