@@ -269,8 +269,6 @@ def test_a_profiler_that_does_not_start(compiled, tmp_path, monkeypatch, call):
     compiled.broken.add(call)
     with pytest.raises(RuntimeError, match=f"{call} is broken"):
         tool.start(capture)
-    assert not list(capture.folder.iterdir())
-    assert not list((tmp_path / "work").iterdir())
     compiled.reset()
     assert captured(tool, capture, "actor_update").is_dir()
 
@@ -281,7 +279,6 @@ def test_a_profiler_that_warms_up_but_does_not_start(compiled, tmp_path):
     compiled.broken.add("start")
     with pytest.raises(RuntimeError, match="start is broken"):
         tool.start(capture)
-    assert not list(tmp_path.iterdir())
     compiled.reset()
     assert captured(tool, capture, "actor_update").is_dir()
 
@@ -292,7 +289,6 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "work")
     with pytest.raises(RuntimeError, match="file"):
         npu_tool().start(Capture(tmp_path / "file" / "below", "actor", 1, None, 0, 1))
-    assert not list((tmp_path / "work").iterdir())
 
 
 def test_a_profiler_that_does_not_stop_says_so_and_can_start_again(compiled, tmp_path):

@@ -7,7 +7,6 @@ A capture gives one folder, `<name>_<pid>_<time>_ascend_pt`, for MindStudio Insi
 import importlib
 import inspect
 import multiprocessing
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,8 +20,6 @@ from pellucid.config.schema.profiler import NpuToolConfig
 from pellucid.errors import UserError
 from pellucid.observe.tools.base import Capture, KeptInPartError, Tool, ToolSettings
 
-LEVELS = {"level_none": "Level_none", "level0": "Level0", "level1": "Level1", "level2": "Level2"}
-"""From `tool_config.npu.level` to the name in `torch_npu.profiler.ProfilerLevel`."""
 KEYS = "profiler.tool_config.npu"
 
 
@@ -66,8 +63,7 @@ class NpuTool(Tool):
         if self._profile is None:
             self._begin(capture, warm_up=False)
         else:
-            with self._given_up_on_error():
-                _aloud(type(self._profile).step, self._profile)
+            self._tell("step")
         self._collecting = True
 
     @override
@@ -102,9 +98,10 @@ class NpuTool(Tool):
     def _begin(self, capture: Capture, *, warm_up: bool) -> None:
         npu = importlib.import_module("torch_npu.profiler")
         contents = self._options.contents
-        # Parsing is left to `stop`, so that a capture which failed is not parsed. The handler puts folder and name into
-        # a global, hence none is made before.
-        handler = _aloud(npu.tensorboard_trace_handler, str(capture.folder), _worker_name(capture), analyse_flag=False)
+        # A whole step's name says the step once. Parsing is left to `stop`, so that a capture which failed is not
+        # parsed. The handler puts folder and name into a global, hence none is made before.
+        name = capture.name.replace("_step_step", "_step")
+        handler = _aloud(npu.tensorboard_trace_handler, str(capture.folder), name, analyse_flag=False)
         actions = [npu.ProfilerAction.WARMUP] * warm_up + [npu.ProfilerAction.RECORD_AND_SAVE]
         self._profile = npu.profile(
             activities=[getattr(npu.ProfilerActivity, source.upper()) for source in sorted(self._sources)],
@@ -117,29 +114,25 @@ class NpuTool(Tool):
             with_modules="module" in contents,
             experimental_config=self._experimental_config(npu),
         )
-        with self._given_up_on_error():
-            _aloud(type(self._profile).start, self._profile)
-            if not self._profile.prof_if.prof_path:
-                raise RuntimeError("torch_npu's profiler made no folder, as where the process runs under msprof")
-            self._folder = Path(self._profile.prof_if.prof_path)
+        self._tell("start")
+        self._folder = Path(self._profile.prof_if.prof_path)
 
-    @contextmanager
-    def _given_up_on_error(self) -> Iterator[None]:
+    def _tell(self, call: str) -> None:
+        """Start the profiler, or let it step; one that fails at that is given up."""
+        profile = self._profile
         try:
-            yield
+            _aloud(getattr(type(profile), call), profile)
+            if not profile.prof_if.prof_path:
+                raise RuntimeError("torch_npu's profiler made no folder, as where the process runs under msprof")
         except BaseException:
-            profile, self._profile = self._profile, None
-            if folder := profile.prof_if.prof_path:
-                profile.stop()
-                shutil.rmtree(folder, ignore_errors=True)
-            else:  # nothing has begun, and torch_npu would write its closing words into the working directory
-                profile.stopped = True
+            self._profile = None
+            profile.stop()  # else no other could start
             raise
 
     def _experimental_config(self, npu: Any) -> Any:
-        kind, level = npu._ExperimentalConfig, LEVELS[self._options.level]
+        level = self._options.level.capitalize()
         metrics = "PipeUtilization" if level in ("Level1", "Level2") else "AiCoreNone"  # no metrics below level 1
-        return kind(
+        return npu._ExperimentalConfig(
             profiler_level=getattr(npu.ProfilerLevel, level),
             aic_metrics=getattr(npu.AiCMetrics, metrics),
             # Text has a trace that Perfetto and the report read, and any CANN can write it.
@@ -164,11 +157,6 @@ def _sources(options: NpuToolConfig) -> set[str]:
     return {"cpu"} | ({"npu", "cpu"} & set(options.contents) or {"npu"})
 
 
-def _worker_name(capture: Capture) -> str:
-    """Return how the capture's folder begins: the name of the capture, and of a whole step the step once."""
-    return capture.name if capture.stage is not None else capture.name.replace("_step_step", "_step")
-
-
 def _parse(folder: Path) -> None:
     """Let torch_npu parse a capture, in processes of its own.
 
@@ -181,15 +169,15 @@ def _parse(folder: Path) -> None:
         _aloud(profiler.analyse, profiler_path=str(folder), max_process_number=1)
     finally:
         multiprocessing.set_start_method(start_method, force=True)  # it sets fork, for the whole process
-    if not _is_parsed(folder / "ASCEND_PROFILER_OUTPUT"):  # what its processes fail at they print
+    output = folder / "ASCEND_PROFILER_OUTPUT"
+    if not (any(output.glob("*.db")) or _is_whole(output / "trace_view.json")):  # what its processes fail at they print
         raise RuntimeError(f"torch_npu could not parse {folder}, and has printed why; the raw data is kept")
 
 
-def _is_parsed(output: Path) -> bool:
-    """Tell whether there is a whole trace; torch_npu leaves it open where the NPU's half is missing."""
-    trace = output / "trace_view.json"
+def _is_whole(trace: Path) -> bool:
+    """Tell whether a trace is closed; torch_npu leaves it open where the NPU's half is missing."""
     if not trace.exists():
-        return any(output.glob("*.db"))
+        return False
     with trace.open("rb") as file:
         file.seek(max(0, trace.stat().st_size - 2))
         end = file.read()
