@@ -19,7 +19,7 @@ import torch
 
 from common import Setup, parser, report
 from pellucid.agents.single_turn import sample_rollouts
-from pellucid.config.schema.profiler import GlobalToolConfig, PrecisionDebuggerConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig, GlobalToolConfig, PrecisionDebuggerConfig
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest, RoleRequest
 from pellucid.observe.spans import SpanRecorder
@@ -41,10 +41,10 @@ def profiler_of(arm: str, folder: Path, setup: Setup, said: list[str]) -> Proces
     path.write_text(json.dumps({"task": "statistics", "level": level}))
     options = PrecisionDebuggerConfig(backend=backend, level=level, config_path=str(path))  # pyright: ignore[reportArgumentType]
     role = RoleRequest("precision_debugger", folder / arm, discrete=True)
-    request = ProcessRequest(
-        "controller", "policy", 0, 1, frozenset(range(1000)), {"actor": role}, folder / ".journals",
-        global_options=GlobalToolConfig(precision_debugger=options),
-    )  # fmt: skip
+    config = GlobalProfilerConfig(
+        steps=list(range(1000)), global_tool_config=GlobalToolConfig(precision_debugger=options)
+    )
+    request = ProcessRequest("controller", "policy", 0, 1, {"actor": role}, folder / ".journals", config)
     profiler = ProcessProfiler(SpanRecorder(), request, said.append)
     profiler.models_of = lambda stage: setup.engine.modules
     return profiler
@@ -59,7 +59,13 @@ class Stages:
         engine = setup.rollout_engine(num_prompts * SAMPLES)
         rollouts = sample_rollouts(engine, setup.prompts[:num_prompts], params, stream=("rollout", 1))
         self._sequences = [
-            TokenSequence(rollout.prompt.token_ids, rollout.token_ids, index // SAMPLES, f"sample {index}", f"prompt {index // SAMPLES}")
+            TokenSequence(
+                rollout.prompt.token_ids,
+                rollout.token_ids,
+                index // SAMPLES,
+                f"sample {index}",
+                f"prompt {index // SAMPLES}",
+            )
             for index, rollout in enumerate(rollouts)
         ]
 
@@ -114,7 +120,9 @@ def main() -> None:
                 if number == 0 and profiler is not None and not after:
                     stages.run(profiler)  # the first capture of a process loads the tool
                 results.setdefault(arm, []).append(stages.run(profiler, capture=not after))
-                seconds = ", ".join(f"{stage} {wall:.2f} s, {cpu:.2f} s cpu" for stage, (wall, cpu) in results[arm][-1].items())
+                seconds = ", ".join(
+                    f"{stage} {wall:.2f} s, {cpu:.2f} s cpu" for stage, (wall, cpu) in results[arm][-1].items()
+                )
                 sys.stderr.write(f"round {number + 1} of {arguments.repeats}, {arm}: {seconds}\n")
         assert not said, said
         for arm in profilers:
@@ -125,7 +133,9 @@ def main() -> None:
     rows = []
     for stage in STAGES:
         for arm, runs in results.items():
-            wall, cpu = ([run[stage][of] / bare[stage][of] for run, bare in zip(runs, results["bare"])] for of in (0, 1))
+            wall, cpu = (
+                [run[stage][of] / bare[stage][of] for run, bare in zip(runs, results["bare"])] for of in (0, 1)
+            )
             row = {"stage": stage, "arm": arm, "seconds": statistics.median(run[stage][0] for run in runs)}
             row |= {"wall_ratio": statistics.median(wall), "least": min(wall), "most": max(wall)}
             rows.append(row | {"cpu_ratio": statistics.median(cpu), "file_bytes": sizes.get((arm, stage))})

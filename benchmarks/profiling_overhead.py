@@ -21,6 +21,7 @@ import torch
 
 from common import Setup, parser, report
 from pellucid.agents.single_turn import sample_rollouts
+from pellucid.config.schema.profiler import GlobalProfilerConfig
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest, RoleRequest, Window
 from pellucid.observe.spans import SpanRecorder
@@ -42,7 +43,8 @@ def window_request(folder: Path) -> ProcessRequest:
         role: RoleRequest("torch", folder, windows={stage: Window(unit[stage], wait=1) for stage in stages})
         for role, stages in ROLES.items()
     }
-    return ProcessRequest("controller", "policy", 0, 1, frozenset(range(1, 1000)), roles, folder / ".journals")
+    config = GlobalProfilerConfig(steps=list(range(1, 1000)))
+    return ProcessRequest("controller", "policy", 0, 1, roles, folder / ".journals", config)
 
 
 class Step:
@@ -74,7 +76,8 @@ class Step:
             params = SamplingParams(n=SAMPLES, max_tokens=RESPONSE_TOKENS, ignore_eos=True)
             rollouts = sample_rollouts(self._rollout, self._prompts, params, stream=("rollout", 1))
         sequences = [
-            TokenSequence(rollout.prompt.token_ids, rollout.token_ids, index // SAMPLES) for index, rollout in enumerate(rollouts)
+            TokenSequence(rollout.prompt.token_ids, rollout.token_ids, index // SAMPLES)
+            for index, rollout in enumerate(rollouts)
         ]
         for stage in STAGES[1:3]:
             with _enter(profiler, stage, self._number):
@@ -161,7 +164,9 @@ def main() -> None:
         counting = _Counting()
         setup.engine._probe = step._rollout.probe = counting
         step._stages(None)
-        counted = {arm: cost_of_calls(profiler, counting.calls) for arm, profiler in {"off": off, "spans": spans}.items()}
+        counted = {
+            arm: cost_of_calls(profiler, counting.calls) for arm, profiler in {"off": off, "spans": spans}.items()
+        }
         size = sum(path.stat().st_size for path in folder.glob("*.json.gz"))
         captures = len(list(folder.glob("*.json.gz")))
     rows = []

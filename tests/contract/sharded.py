@@ -10,7 +10,7 @@ import torch
 from tiny import CPU, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
-from pellucid.config.schema.profiler import GlobalToolConfig, PrecisionDebuggerConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig, GlobalToolConfig, PrecisionDebuggerConfig
 from pellucid.errors import NonFiniteError, UserError
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest, RoleRequest
@@ -331,10 +331,9 @@ def run_captured(setup: Setup, folder: Path, *, level: str = "mix") -> int:
     rank, num_ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if setup.plan else (0, 1)
     options = PrecisionDebuggerConfig(level=level)  # pyright: ignore[reportArgumentType]
     role = RoleRequest("precision_debugger", folder, discrete=True)
-    request = ProcessRequest(
-        f"policy_rank_{rank}", "policy", rank, num_ranks, frozenset({1}), {"actor": role}, folder / ".journals", strict=True,
-        global_options=GlobalToolConfig(precision_debugger=options),
-    )  # fmt: skip
+    config = GlobalProfilerConfig(steps=[1], strict=True, global_tool_config=GlobalToolConfig(precision_debugger=options))
+    journals = folder / ".journals"
+    request = ProcessRequest(f"policy_rank_{rank}", "policy", rank, num_ranks, {"actor": role}, journals, config)
     engine, said = make_engine(setup), list[str]()
     profiler = ProcessProfiler(SpanRecorder(), request, said.append)
     profiler.models_of = lambda stage: engine.modules

@@ -11,7 +11,7 @@ import torch
 from tiny import ARCHITECTURES, CPU, tiny_model
 
 from pellucid.agents.single_turn import sample_rollouts
-from pellucid.config.schema.profiler import GlobalToolConfig, PrecisionDebuggerConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig, GlobalToolConfig, PrecisionDebuggerConfig
 from pellucid.observe.manifest import read_journals
 from pellucid.observe.process import ProcessProfiler, ProfilerError
 from pellucid.observe.request import ProcessRequest, RoleRequest
@@ -45,10 +45,10 @@ class Bench:
         self.model = tiny_model(architecture)
         optimizer = ScheduledAdamW(dict(self.model.named_parameters()), Schedule(1e-3, 0, 100), 0.01, (0.9, 0.999), 1e9)
         role = RoleRequest("precision_debugger", folder / "profile", discrete=True)
-        request = ProcessRequest(
-            "controller", "policy", 0, 1, frozenset({1, 2}), {"actor": role, "rollout": role}, folder / ".journals", strict=strict,
-            global_options=GlobalToolConfig(precision_debugger=PrecisionDebuggerConfig(**options)),  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
+        tools = GlobalToolConfig(precision_debugger=PrecisionDebuggerConfig(**options))  # pyright: ignore[reportArgumentType]
+        config = GlobalProfilerConfig(steps=[1, 2], strict=strict, global_tool_config=tools)
+        roles = {"actor": role, "rollout": role}
+        request = ProcessRequest("controller", "policy", 0, 1, roles, folder / ".journals", config)
         self.profiler = ProcessProfiler(SpanRecorder(), request, self.said.append)
         self.engine = FsdpEngine(
             self.model, optimizer, MicroBatching(None, 2), device=CPU, dtype=torch.float32, probe=self.profiler

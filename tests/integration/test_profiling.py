@@ -175,14 +175,6 @@ def test_a_stage_that_does_not_run_is_said(work: Workspace) -> None:
     assert captured(content) == {(2, "actor_update", 0)} and not content["complete"]
 
 
-def test_an_unreadable_manifest_is_made_anew(work: Workspace) -> None:
-    (work.run_dir / "profile").mkdir(parents=True)
-    (work.run_dir / "profile" / "manifest.json").write_text("{")
-    done = work.train(*SHORT)
-    assert "manifest.json cannot be read" in done.text
-    assert manifest(work.run_dir)["complete"]
-
-
 def test_steps_that_never_come_are_said(work: Workspace) -> None:
     done = work.train(*SHORT, "global_profiler.steps=[2,7]")
     assert "7 will not be profiled: the run ends with step 2" in done.text

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pellucid.config.schema.profiler import GlobalProfilerConfig
 from pellucid.errors import UserError
 from pellucid.observe.manifest import Manifest, read_journals
 from pellucid.observe.process import ProcessProfiler, ProfilerError
@@ -49,7 +50,9 @@ class NotHere(TorchTool):
         raise UserError("global_profiler.tool", "needs what is not here.", "Get it.")
 
 
-def make(tmp_path: Path, role: RoleRequest | None = None, *, name: str = "actor", **options) -> tuple[ProcessProfiler, list[str]]:
+def make(
+    tmp_path: Path, role: RoleRequest | None = None, *, name: str = "actor", **options
+) -> tuple[ProcessProfiler, list[str]]:
     said: list[str] = []
     role = role or RoleRequest("torch", tmp_path / "profile", discrete=True)
     request = ProcessRequest(
@@ -57,10 +60,9 @@ def make(tmp_path: Path, role: RoleRequest | None = None, *, name: str = "actor"
         "policy",
         0,
         2,
-        options.pop("steps", frozenset({2})),
         {name: role},
         tmp_path / "profile" / ".journals",
-        **options,
+        GlobalProfilerConfig(**{"steps": [2]} | options),
     )
     spans = SpanRecorder(tmp_path / "timeline" / "policy_rank_0.json", "policy rank 0")
     return ProcessProfiler(spans, request, said.append), said
@@ -88,7 +90,9 @@ def run_steps(profiler: ProcessProfiler, steps: range, units: int = 4) -> None:
 
 
 def files(tmp_path: Path) -> list[Path]:
-    return sorted(path for path in (tmp_path / "profile").rglob("*") if path.is_file() and path.parent.name != ".journals")
+    return sorted(
+        path for path in (tmp_path / "profile").rglob("*") if path.is_file() and path.parent.name != ".journals"
+    )
 
 
 def journal(tmp_path: Path):
@@ -124,7 +128,7 @@ def test_a_whole_step_holds_its_stages_as_ranges(tmp_path):
 
 
 def test_neighbouring_steps_share_a_capture_where_that_is_asked_for(tmp_path):
-    profiler, _ = make(tmp_path, role_of(tmp_path), steps=frozenset({2, 3, 5}), continuous=True)
+    profiler, _ = make(tmp_path, role_of(tmp_path), steps=[2, 3, 5], profile_continuous_steps=True)
     run_steps(profiler, range(1, 7))
     first, second = files(tmp_path)
     assert "_step2_" in first.name and ranges(first)["actor_update"] == 2
@@ -217,13 +221,13 @@ def test_a_tool_that_cannot_mark_ranges_captures_all_the_same(tmp_path):
 
 
 def test_strict_ends_the_run_when_the_budget_is_spent(tmp_path):
-    profiler, _ = make(tmp_path, steps=frozenset({1, 2}), max_bytes=1, strict=True)
+    profiler, _ = make(tmp_path, steps=[1, 2], max_bytes=1, strict=True)
     with pytest.raises(ProfilerError, match="max_bytes"):
         run_steps(profiler, range(1, 3))
 
 
 def test_the_last_step_of_the_run_is_written_though_the_next_would_share_its_capture(tmp_path):
-    profiler, _ = make(tmp_path, role_of(tmp_path), steps=frozenset({2, 3}), continuous=True)
+    profiler, _ = make(tmp_path, role_of(tmp_path), steps=[2, 3], profile_continuous_steps=True)
     with in_step(profiler, 2, last=True), profiler.stage(Stage.ACTOR_UPDATE, 2):
         torch.ones(2)
     assert len(files(tmp_path)) == 1
@@ -277,7 +281,7 @@ def test_a_repeated_stage_keeps_both_traces(tmp_path):
 
 
 def test_what_a_tool_raises_is_said_and_the_run_goes_on(tmp_path):
-    profiler, said = make(tmp_path, role_of(tmp_path, f"{HERE}:FailsToStop", discrete=True), steps=frozenset({2, 3}))
+    profiler, said = make(tmp_path, role_of(tmp_path, f"{HERE}:FailsToStop", discrete=True), steps=[2, 3])
     run_steps(profiler, range(1, 5))
     assert len(said) == 2 and "failed to stop: OSError: [Errno 28] No space left on device" in said[0]
     assert [failure.step for failure in journal(tmp_path)[1]] == [2, 3]
@@ -290,13 +294,13 @@ def test_under_strict_it_ends_the_run(tmp_path):
 
 
 def test_a_tool_that_is_not_here_is_said_once(tmp_path):
-    profiler, said = make(tmp_path, role_of(tmp_path, f"{HERE}:NotHere", discrete=True), steps=frozenset({1, 2}))
+    profiler, said = make(tmp_path, role_of(tmp_path, f"{HERE}:NotHere", discrete=True), steps=[1, 2])
     run_steps(profiler, range(1, 5))
     assert len(said) == 1 and "needs what is not here" in said[0]
 
 
 def test_the_budget_ends_collection(tmp_path):
-    profiler, said = make(tmp_path, steps=frozenset({1, 2, 3}), max_bytes=1)
+    profiler, said = make(tmp_path, steps=[1, 2, 3], max_bytes=1)
     run_steps(profiler, range(1, 4))
     assert len(files(tmp_path)) == 1 and len(said) == 1 and "global_profiler.max_bytes" in said[0]
 
@@ -316,7 +320,10 @@ def test_spans_carry_stage_step_and_processor_time(tmp_path):
     profiler.spans.close()
     about, micro, _, stage = spans(tmp_path)
     assert about["args"]["name"] == "policy rank 0"
-    assert micro["name"] == "micro_batch" and micro["args"].items() >= {"stage": "actor_update", "step": 1, "tokens": 8}.items()
+    assert (
+        micro["name"] == "micro_batch"
+        and micro["args"].items() >= {"stage": "actor_update", "step": 1, "tokens": 8}.items()
+    )
     assert stage["name"] == "actor_update" and stage["args"]["cpu_s"] >= micro["args"]["cpu_s"] >= 0
     assert stage["ts"] <= micro["ts"] and micro["ts"] + micro["dur"] <= stage["ts"] + stage["dur"] + 2
 
@@ -349,7 +356,9 @@ def test_spans_that_nest_do_so_to_the_microsecond(tmp_path):
     events = spans(tmp_path)[1:]
     for first, second, inner, outer in zip(*(iter(events),) * 4):
         ends = {event["name"]: event["ts"] + event["dur"] for event in (first, second, inner, outer)}
-        assert outer["ts"] <= inner["ts"] <= first["ts"] and ends["first"] <= second["ts"], "Perfetto drops what overlaps"
+        assert outer["ts"] <= inner["ts"] <= first["ts"] and ends["first"] <= second["ts"], (
+            "Perfetto drops what overlaps"
+        )
         assert ends["second"] <= ends["inner"] <= ends["outer"]
 
 
@@ -412,7 +421,7 @@ def two_roles(tmp_path: Path, tool: str, **windows) -> tuple[ProcessProfiler, li
         "rollout": role_of(tmp_path, tool, discrete=True, windows=windows.get("rollout", {})),
     }
     journals = tmp_path / "profile" / ".journals"
-    request = ProcessRequest("policy_rank_0", "policy", 0, 2, frozenset({2, 3}), roles, journals)
+    request = ProcessRequest("policy_rank_0", "policy", 0, 2, roles, journals, GlobalProfilerConfig(steps=[2, 3]))
     spans = SpanRecorder(tmp_path / "timeline" / "policy_rank_0.json", "policy rank 0")
     return ProcessProfiler(spans, request, said.append), said
 
@@ -434,7 +443,7 @@ def test_two_stages_in_threads_have_captures_units_and_timings_of_their_own(tmp_
 
 
 def test_spans_of_two_stages_in_threads_nest_in_rows_of_their_own(tmp_path):
-    profiler, _ = make(tmp_path, steps=frozenset())
+    profiler, _ = make(tmp_path, steps=[])
     overlapping(profiler, STEPS, UNITS)
     with profiler.stage(Stage.REWARD, 3):
         pass
@@ -482,7 +491,7 @@ async def in_tasks(profiler: ProcessProfiler) -> None:
 
 
 def test_spans_of_two_stages_in_asyncio_tasks_nest_in_rows_of_their_own(tmp_path):
-    profiler, _ = make(tmp_path, steps=frozenset())
+    profiler, _ = make(tmp_path, steps=[])
     with profiler.spans.span("step", step=2):
         asyncio.run(in_tasks(profiler))
     profiler.spans.close()

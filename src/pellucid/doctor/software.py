@@ -116,7 +116,8 @@ def check_torch_build(device: str) -> Finding:
 def check_profilers(config: RunConfig) -> Iterator[Finding]:
     """Check that the profiling tools of a recipe work on this machine; a run goes on without one that does not."""
     from pellucid.devices import choose_device
-    from pellucid.observe.captures import PRECISION_DEBUGGER, is_strict, unusable_tools
+    from pellucid.observe.captures import unusable_tools
+    from pellucid.observe.request import PRECISION_DEBUGGER, is_strict
 
     unusable, roles_of = unusable_tools(config), dict[str, list[str]]()
     for name, section in config.profilers.items():
@@ -126,7 +127,7 @@ def check_profilers(config: RunConfig) -> Iterator[Finding]:
     for tool, roles in roles_of.items():
         what, error = f"profiling with {tool}", next((unusable[name] for name in roles if name in unusable), None)
         if error is not None:
-            status: Status = "problem" if is_strict(config, {tool}) else "warning"
+            status: Status = "problem" if is_strict(config.global_profiler, {tool}) else "warning"
             yield Finding(what, error.reason, status, error.remedy)
             continue
         slow = tool == PRECISION_DEBUGGER and backend == "native" and not is_installed("numba")

@@ -19,20 +19,13 @@ from pellucid.config.schema import RunConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
-from pellucid.observe.manifest import (
-    JOURNALS,
-    MANIFEST,
-    Manifest,
-    ProfileFailure,
-    manifest_folder,
-    read_journals,
-)
-from pellucid.observe.process import WRITE, ProcessProfiler, ProfilerError, megabytes
-from pellucid.observe.request import ProcessRequest, RoleRequest, Window
+from pellucid.observe.manifest import JOURNALS, MANIFEST, Manifest, ProfileFailure, manifest_folder, read_journals
+from pellucid.observe.process import WRITE, ProcessProfiler, ProfilerError
+from pellucid.observe.request import PRECISION_DEBUGGER, ProcessRequest, RoleRequest, Window, is_strict
+from pellucid.observe.tables import size
 from pellucid.observe.tools import ToolSettings, tool_class
 from pellucid.stages import Stage, Unit, stages_of
 
-PRECISION_DEBUGGER = "precision_debugger"
 POOL = "policy"
 """What captures of whole steps are called after where one process holds all roles; under Ray, the policy's pool."""
 
@@ -76,26 +69,8 @@ def _request(
     profiler = config.global_profiler
     if not profiler.steps or not roles:
         return None
-    return ProcessRequest(
-        process=process,
-        group=group,
-        rank=rank,
-        num_ranks=num_ranks,
-        steps=frozenset(profiler.steps),
-        roles=roles,
-        journal=manifest_folder(run_dir) / JOURNALS,
-        device=device,
-        continuous=profiler.profile_continuous_steps,
-        max_bytes=profiler.max_bytes,
-        strict=is_strict(config, {role.tool for role in roles.values()}),
-        global_options=profiler.global_tool_config,
-    )
-
-
-def is_strict(config: RunConfig, tools: Collection[str | None]) -> bool:
-    """Return whether a failure of these tools ends the run."""
-    profiler = config.global_profiler
-    return profiler.strict or (PRECISION_DEBUGGER in tools and profiler.global_tool_config.precision_debugger.strict)
+    journal = manifest_folder(run_dir) / JOURNALS
+    return ProcessRequest(process, group, rank, num_ranks, roles, journal, profiler, device)
 
 
 def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], rank: int) -> dict[str, RoleRequest]:
@@ -140,7 +115,7 @@ def check_tools(config: RunConfig) -> None:
         return
     unusable = unusable_tools(config)
     tools = {config.profilers[name].tool for name in unusable}
-    if unusable and (PRECISION_DEBUGGER in tools or is_strict(config, tools)):
+    if unusable and (PRECISION_DEBUGGER in tools or is_strict(config.global_profiler, tools)):
         raise next(iter(unusable.values()))
     for why in dict.fromkeys(map(str, unusable.values())):
         roles = [name for name, error in unusable.items() if str(error) == why]
@@ -204,18 +179,13 @@ class RunProfiler:
         self.folder = manifest_folder(run_dir)
         own = [] if process.request is None else [process.request]
         self._requests = [*own, *ranks.profile_requests]
-        asked = set(config.global_profiler.steps or ()) if self._requests else set[int]()
-        self._steps = {step for step in asked if first_step <= step <= total_steps}
+        self._steps = set[int]()
+        """The steps that are profiled in this start of the run."""
         self._unwritten: dict[int, set[Stage]] = {}
         """Steps whose captures are not in the manifest yet, and the stages that ran in them."""
-        earlier = _earlier_manifest(self.folder)
-        self._said = {str(failure) for failure in earlier.failures}
-        late = sorted(step for step in asked if step > total_steps)
-        if late and config.trainer.total_training_steps is None:  # else it was said when the config was checked
-            notice(f"global_profiler.steps: {late} will not be profiled: the run ends with step {total_steps}.")
-        if early := sorted(step for step in asked if step < first_step and step not in earlier.profiled):
-            notice(f"global_profiler.steps: {early} will not be profiled: the run goes on from step {first_step}.")
         if self._requests:
+            self._steps = {step for step in config.global_profiler.steps or () if first_step <= step <= total_steps}
+            Manifest.read(self.folder)  # a damaged one is better said now than after the first profiled step
             self._say_what()
 
     def _say_what(self) -> None:
@@ -271,46 +241,56 @@ class RunProfiler:
                 anyhow.
         """
         done, self._unwritten = self._unwritten, {}
+        known = Manifest.read(self.folder).failures
         manifest = make_manifest(self._config, self.folder, done)
         missing = [] if failed else list(self._missing(done, manifest))
         manifest.failures += missing
         manifest.complete = manifest.complete and not missing
         path = _write(manifest, self.folder)
         for failure in manifest.failures:
-            if str(failure) not in self._said and (failure.process != "controller" or failure.missing):
+            if failure not in known and (failure.process != "controller" or failure.missing):
                 what = f"profiling: {failure.process}, step {failure.step}: {failure.reason}"
                 error_console.print(what, style="red", markup=False)  # the controller's own were said at once
-            self._said.add(str(failure))
         if new := [file for file in manifest.files if file.step in done]:
-            size = sum(file.bytes or 0 for file in new)
+            num_bytes = sum(file.bytes or 0 for file in new)
             left = [step for step in self._steps if step > max(done)]
-            more = f"; the {len(left)} to come take about {megabytes(size * len(left))} more" if left and size else ""
+            more = (
+                f"; the {len(left)} to come take about {size(num_bytes * len(left))} more" if left and num_bytes else ""
+            )
             if late := sum(file.bytes is None for file in new):
                 more += f"; {late} are written when the run is over"
-            said = f"profiled step {', '.join(map(str, done))}: {len(new)} files, {megabytes(size)}{more} ({path})"
+            said = f"profiled step {', '.join(map(str, done))}: {len(new)} files, {size(num_bytes)}{more} ({path})"
             console.print(said, markup=False, soft_wrap=True)
         if missing and self._config.global_profiler.strict:
             raise ProfilerError(f"{missing[0].reason} (global_profiler.strict ends the run)")
 
     def _missing(self, done: dict[int, set[Stage]], manifest: Manifest) -> Iterator[ProfileFailure]:
-        """Yield a failure for each capture that was asked for, gave no file, and left no word why."""
-        there = {(file.process, file.step, file.stage) for file in manifest.files}
-        there |= {(failure.process, failure.step, failure.stage) for failure in manifest.failures}
+        """Yield a failure for each capture that was asked for, gave no file, and left no word why; stages that a
+        schedule names are asked for whether they ran or not.
+        """
+        known = {(entry.process, entry.step, entry.stage) for entry in (*manifest.files, *manifest.failures)}
         ended = {(failure.process, failure.tool) for failure in manifest.failures if failure.final}
         for step, ran in done.items():
             for request in self._requests:
-                shared = request.continuous and step != min(done)
-                for name, stage, role in _wanted(request, ran, shared=shared):
-                    if (request.process, step, stage) in there or (request.process, role.tool) in ended:
+                wanted: list[tuple[str, Stage | None, RoleRequest]] = [
+                    (name, stage, role)
+                    for name, role in request.roles.items()
+                    for stage in stages_of(name)
+                    if role.captures(stage) and (stage in role.windows or stage in ran)
+                ]
+                is_shared = request.config.profile_continuous_steps and step != min(done)
+                if (whole := request.whole_step) is not None and not is_shared:
+                    wanted.append((request.group, None, whole))
+                for name, stage, role in wanted:
+                    process = request.process
+                    if (process, step, stage) in known or (process, role.tool) in ended:
                         continue
                     if stage is None or stage in ran:
                         reason = f"no file of {stage or 'the step'}: the process ended before it was written"
                     else:
                         why = _WHY_NOT.get(stage, "")
                         reason = f"no file of {stage}: the stage did not run in this step. {why}".rstrip()
-                    yield ProfileFailure(
-                        reason, step, stage, name, request.rank, role.tool, request.process, missing=True
-                    )
+                    yield ProfileFailure(reason, step, stage, name, request.rank, role.tool, process, missing=True)
 
 
 _WHY_NOT = {
@@ -321,34 +301,9 @@ _WHY_NOT = {
 }
 
 
-def _wanted(
-    request: ProcessRequest, ran: Collection[Stage], *, shared: bool
-) -> Iterator[tuple[str, Stage | None, RoleRequest]]:
-    """Yield what a process is to capture of a step: role, stage (None: the step) and request.
-
-    Stages that a schedule names are wanted whether they `ran` or not. `shared`: an earlier step's capture holds this
-    one, too.
-    """
-    if (whole := request.whole_step) is not None and not shared:
-        yield request.group, None, whole
-    for name, role in request.roles.items():
-        for stage in stages_of(name):
-            if role.captures(stage) and (stage in role.windows or stage in ran):
-                yield name, stage, role
-
-
-def _earlier_manifest(folder: Path) -> Manifest:
-    """Return the manifest of earlier starts of the run; in place of one that cannot be read comes a new one."""
-    try:
-        return Manifest.read(folder)
-    except UserError as error:
-        notice(f"profiling: {error.field} cannot be read, and is made anew: it {error.reason}", style="red")
-        return Manifest()
-
-
 def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) -> Manifest:
     """Return the manifest of what the journals hold, with earlier starts of the run and the steps `profiled` since."""
-    before = _earlier_manifest(folder)
+    before = Manifest.read(folder)
     files, failures = read_journals(folder / JOURNALS)
     requested = sorted(set(config.global_profiler.steps or ()))
     steps = sorted({*before.profiled, *profiled})

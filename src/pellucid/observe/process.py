@@ -21,6 +21,7 @@ from pellucid.errors import RunFailedError, UserError
 from pellucid.observe.manifest import Journal, ProfileFailure, ProfileFile, plain_files, shown_path
 from pellucid.observe.request import ProcessRequest, RoleRequest, Window
 from pellucid.observe.spans import SpanRecorder
+from pellucid.observe.tables import size
 from pellucid.observe.tools import Capture, KeptInPartError, TensorTool, Tool, tool_class
 from pellucid.stages import PREFILL, ROLE_OF, UNITS_OF, Stage, TokenSpans, Unit
 
@@ -143,7 +144,9 @@ class ProcessProfiler:
     def end_step(self, step: int, *, last: bool) -> None:
         """Write what is captured, unless the next step shares the capture and this one is not the `last` that runs."""
         request = self.request
-        if request is not None and (last or not (request.continuous and step + 1 in request.steps)):
+        if request is not None and (
+            last or not (request.config.profile_continuous_steps and step + 1 in request.steps)
+        ):
             whole, self._whole = self._whole, None
             self._end(whole)
 
@@ -305,10 +308,10 @@ class ProcessProfiler:
 
     def _tell(self, opened: _Open, doing: str, action: Callable[[], object]) -> None:
         """Tell a tool of something; one that fails at it hears no more in this capture."""
-        listened, opened.listens = opened.listens, False
         with self._guarded(doing, opened.capture, opened.role):
             action()
-            opened.listens = listened
+            return
+        opened.listens = False
 
     def _capture(self, role: RoleRequest, name: str, step: int, stage: Stage | None = None, window: int = 1) -> Capture:
         request = self.request
@@ -341,11 +344,11 @@ class ProcessProfiler:
     def _check_budget(self) -> None:
         """See whether another capture like the largest so far fits the budget."""
         assert self.request is not None
-        limit = self.request.max_bytes
+        limit = self.request.config.max_bytes
         if self._bytes + self._largest > limit:
             self._given_up |= {other.tool for other in self.request.roles.values()}
-            more = f", and another capture takes {megabytes(self._largest)}" if self._bytes <= limit else ""
-            spent = f"global_profiler.max_bytes ({megabytes(limit)}) is spent: {megabytes(self._bytes)} written{more}"
+            more = f", and another capture takes {size(self._largest)}" if self._bytes <= limit else ""
+            spent = f"global_profiler.max_bytes ({size(limit)}) is spent: {size(self._bytes)} written{more}"
             raise _LeftOutError(f"{spent}; nothing more is captured")
 
     def _check_alone(self, role: RoleRequest, tool: Tool) -> None:
@@ -441,8 +444,3 @@ class ProcessProfiler:
             Journal(self.request.journal, self.request.process).add(entry)
         except OSError as error:
             self._say(f"profiling: the journal cannot be written ({error}); the manifest will lack an entry")
-
-
-def megabytes(num_bytes: int) -> str:
-    """Return a size as people read it, e.g. `1,234.5 MB`."""
-    return f"{num_bytes / 1e6:,.1f} MB"

@@ -3,12 +3,15 @@
 `observe/captures.py` makes it from the config, for the controller and for each rank; `process.py` acts on it.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig, RoleToolConfig
 from pellucid.observe.tools.base import ToolSettings
 from pellucid.stages import Stage, Unit
+
+PRECISION_DEBUGGER = "precision_debugger"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +79,33 @@ class ProcessRequest:
     """What captures of whole steps are called after: `controller`, or the pool."""
     rank: int
     num_ranks: int
-    steps: frozenset[int]
     roles: dict[str, RoleRequest]
     """Of those that live here, the ones that are captured here."""
     journal: Path
     """Folder in which each process writes down what it has written; the manifest is made from it."""
+    config: GlobalProfilerConfig
     device: str = "cpu"
-    continuous: bool = False
-    """Neighbouring steps share one capture."""
-    max_bytes: int = 2 * 1024**3
-    strict: bool = False
-    global_options: GlobalToolConfig = field(default_factory=GlobalToolConfig)
+
+    @property
+    def steps(self) -> Collection[int]:
+        """The steps that are profiled."""
+        return self.config.steps or ()
+
+    @property
+    def strict(self) -> bool:
+        """Whether a failure ends the run."""
+        return is_strict(self.config, {role.tool for role in self.roles.values()})
 
     def settings(self, role: RoleRequest) -> ToolSettings:
         """Return what a role's tool is made with."""
-        return ToolSettings(role.options, self.global_options, self.device)
+        return ToolSettings(role.options, self.config.global_tool_config, self.device)
 
     @property
     def whole_step(self) -> RoleRequest | None:
         """The settings of the capture of whole steps; None where there is none."""
         return next((role for role in self.roles.values() if not role.discrete and not role.windows), None)
+
+
+def is_strict(config: GlobalProfilerConfig, tools: Collection[str | None]) -> bool:
+    """Return whether a failure of these tools ends the run."""
+    return config.strict or (PRECISION_DEBUGGER in tools and config.global_tool_config.precision_debugger.strict)

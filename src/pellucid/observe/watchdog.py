@@ -40,7 +40,7 @@ class Beat(NamedTuple):
 
 
 def find_stall(beats: list[Beat], now: float) -> tuple[str, float]:
-    """Return where the stage stands that stalls first, and the time at which it does: infinity where none is watched."""
+    """Return where the stage stands that stalls first, and when it does; infinity where none is watched."""
     first = min(beats, default=Beat(math.inf, now, "", 0))
     beside = " and ".join(beat.stage.partition(" ")[0] for beat in beats if beat is not first)
     done = f"the last finished step is {first.last_step}" if first.last_step else "no step is finished yet"
