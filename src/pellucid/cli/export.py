@@ -1,6 +1,6 @@
 """`pellucid export`: writes a run's checkpoint as a model folder that plain `transformers` loads with identical logits.
 
-With `--critic` it writes the run's value model, from which another critic or a reward model can be loaded.
+With `--critic` it writes the run's value model as a classifier with one label, for another critic or a reward model.
 `load_trained` is also how `pellucid eval` finds the model of a run.
 """
 
@@ -39,9 +39,10 @@ def export(
 
     from pellucid.build import torch_dtype
     from pellucid.training.common.models import save_hf_model
+    from pellucid.training.common.value_models import as_classifier
 
     model, tokenizer = load_trained(str(run), torch.device("cpu"), step=step, critic=critic)
-    save_hf_model(model, tokenizer, out, torch_dtype(dtype))
+    save_hf_model(as_classifier(model) if critic else model, tokenizer, out, torch_dtype(dtype))
     console.print(f"wrote {out}", markup=False)
 
 

@@ -39,7 +39,7 @@ class RewardModelSourceConfig:
     """The model that scores."""
 
     path: str | None = option(None, needs=_MODEL)
-    """A sequence classifier with one label, or a causal language model with a value head, as a folder or hub id."""
+    """A sequence or token classifier with one label, as a folder or hub id; `pellucid export --critic` writes one."""
     trust_remote_code: bool = option(False, needs=_MODEL)
     """Run Python code that comes with the model folder; only for sources you trust."""
 

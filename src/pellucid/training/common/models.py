@@ -131,13 +131,13 @@ def read_model(
         )
 
 
-def check_complete(path: str, loading: dict[str, Any], field: str, *, but: str | None = None) -> None:
-    """Refuse weights that lack tensors, which transformers would draw at random; the tensor named `but` may be lacking.
+def check_complete(path: str, loading: dict[str, Any], field: str) -> None:
+    """Refuse weights that lack tensors, which transformers would draw at random.
 
     Raises:
         UserError: tensors are missing or have another shape than the config says.
     """
-    absent = sorted({*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])} - {but})
+    absent = sorted({*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])})
     if absent:
         reason = f"the weights of '{path}' lack {len(absent)} tensors of its config, or have them in another shape"
         remedy = "Download or export the whole model, with the config that belongs to its weights."
