@@ -53,8 +53,6 @@ def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:
     if config is not None and config.global_profiler.steps and there_is_room:
         yield from software.check_profilers(config)
     if config is not None and config.trainer.nnodes > 1:
-        if config.trainer.rendezvous_port is not None:
-            yield network.check_rendezvous_port(config.trainer.rendezvous_port)
         yield network.check_host_name()
     if with_ray:
         if config is None or config.trainer.ray_address is None:

@@ -19,19 +19,6 @@ _CLUSTER_THREADS, _RANK_THREADS = 200, 64
 """Threads of a one-machine cluster and of a rank: 160 and 24 were counted with two cores, before any model computes."""
 
 
-def check_rendezvous_port(port: int) -> Finding:
-    """Check that the ranks can meet on a port of this machine."""
-    with socket.socket() as listener:
-        # As torch does: a port in its last minute after use is free, one that is listened on is not.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            found = f"{port} cannot be used ({error.strerror}){_holder(port)}"
-            return Finding("rendezvous port", found, "problem", "Set trainer.rendezvous_port to a free one, or null.")
-    return Finding("rendezvous port", f"{port} is free on this machine")
-
-
 def check_ray_port(port: int = _RAY_PORT) -> Finding:
     """Look for a cluster that already runs on this machine, whose devices a second one would share unknowingly."""
     with socket.socket() as client:

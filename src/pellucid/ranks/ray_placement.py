@@ -122,8 +122,8 @@ class RayPlacement(Placement):
         return WorkerGroup(members, memory, config.trainer.stall_timeout_s, heartbeat, lambda: self._profiler.at)
 
     def _meet(self, pool: Pool) -> None:
-        """Let the pool's ranks find each other: over a file where all are on this machine, else over a port of the
-        first's.
+        """Let the pool's ranks find each other: over a file where all are on this machine, else over a free
+        port of the first's.
         """
         group = self._groups[pool.name]
         places = group.locate()
@@ -131,8 +131,6 @@ class RayPlacement(Placement):
             point = f"file://{self._meeting / pool.name}"
         else:
             address, port = places[0]
-            if (chosen := self._config.trainer.rendezvous_port) is not None:
-                port = chosen + list(self._groups).index(pool.name)  # pools may share their first machine
             point = f"tcp://{address}:{port}"
         group.ask("join", lambda rank: rank.join(point))
 

@@ -175,10 +175,9 @@ class RankWorker:
             join_ranks(spec.rank, spec.num_ranks, init_method=meeting_point, device=self.device, timeout_s=timeout_s)
         except (DistNetworkError, DistStoreError) as error:
             raise UserError(
-                "trainer.rendezvous_port",
+                "trainer.nnodes",
                 f"the ranks of the {spec.pool} pool cannot meet at {meeting_point}: {str(error).splitlines()[0]}",
-                "Name a port that is free on the first machine and open between the machines, or null to let one be "
-                "picked.",
+                "Open the ports between the machines.",
             ) from error
 
     def make_roles(self, ranks_on: dict[str, int]) -> None:

@@ -17,11 +17,6 @@ CRITIC = Needs(
 """What keys need that only estimators with a critic read."""
 _RAY = Needs("trainer.placement", ("ray",))
 _VALIDATION = Needs("data.val_files")
-_MACHINES = Needs(
-    ".has_several_machines",
-    otherwise="unless ranks of several machines meet",
-    remedy="Set trainer.placement: ray and trainer.nnodes, e.g. 2",
-)
 _RANKS = Needs(
     "has_several_ranks",
     otherwise="with a single rank",
@@ -71,9 +66,6 @@ class TrainerConfig(BaseTrainerConfig):
     ray_address: str | None = option(None, needs=_RAY)
     """Ray cluster to join, `auto` (the one this machine belongs to) or `host:port`; null starts one on this machine for
     the run."""
-    rendezvous_port: Annotated[int, Range(ge=1, le=65535)] | None = option(None, needs=_MACHINES)
-    """Port of the first machine on which the ranks of several machines meet, roles with ranks of their own at the
-    ports after it; null picks a free one."""
     resource_pools: dict[Literal["ref", "critic", "reward_model"], Positive] = option(dict, needs=_RAY)
     """Ranks of their own for roles among ref, critic and reward_model, beside the policy's, e.g. `{critic: 2}`; the
     other roles share the policy's ranks."""
@@ -102,11 +94,6 @@ class TrainerConfig(BaseTrainerConfig):
     module watched, and module, stage, rank and sample are named; `pellucid precision replay` captures it."""
     dump_rollouts: bool = True
     """Write each step's prompts, responses, rewards and log-probabilities to the run's folder."""
-
-    @property
-    def has_several_machines(self) -> bool:
-        """Whether ranks of several machines make up the run."""
-        return self.placement == "ray" and self.nnodes > 1
 
 
 @dataclass(frozen=True)
