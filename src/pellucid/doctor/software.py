@@ -98,18 +98,17 @@ def check_torch_build(device: str) -> Finding:
     status: Status = "problem" if device == "cuda" else "warning"
     if not num_gpus or device not in ("auto", "cuda"):
         return Finding("torch build", found)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:  # torch says what is wrong with the driver, or with a GPU
         warnings.simplefilter("always")
-        available = torch.cuda.is_available()
+        if available := torch.cuda.is_available():
+            torch.cuda.init()
+    said = [" ".join(str(warning.message).split()) for warning in caught if warning.category is UserWarning]
     if not torch.version.cuda:
         found += f", {counted(num_gpus, 'NVIDIA GPU')}"
         remedy = "Install a CUDA build of torch, or set trainer.device: cpu."
-    elif not available:
-        found += f": {str(caught[-1].message).split('. ')[0]}" if caught else ": CUDA cannot be used"
-        remedy = "Update the driver, or install a torch build for its CUDA version."
-    elif unsupported := _unsupported_gpus():
-        found += f", and no code for {unsupported}"
-        status, remedy = "problem", "Install a torch build that has code for this GPU."
+    elif said or not available:
+        found += f": {said[-1] if said else 'CUDA cannot be used'}"
+        remedy = "Update the driver, or install a torch build for its CUDA version and these GPUs."
     return Finding.judged("torch build", found, remedy, status)
 
 
@@ -134,18 +133,3 @@ def check_profilers(config: RunConfig) -> Iterator[Finding]:
         slow = slow and choose_device(config.trainer.device).type == "cpu"
         remedy = "pip install 'pellucid[precision]': without numba it takes several times as long on a CPU"
         yield Finding.judged(what, f"of {', '.join(roles)}", remedy if slow else "")
-
-
-def _unsupported_gpus() -> str:
-    """Return the names of the visible GPUs that torch was not compiled for, with their architectures."""
-    import torch
-
-    # Code for 8.0 runs on 8.6, PTX of 8.0 is compiled for anything later.
-    archs = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", arch) for arch in torch.cuda.get_arch_list()]
-    built = [(match[1], (int(match[2]), int(match[3]))) for match in archs if match]
-    missing = []
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_capability(index)
-        if not any(gpu >= there and (kind == "compute" or gpu[0] == there[0]) for kind, there in built):
-            missing.append(f"{torch.cuda.get_device_name(index)} (sm_{gpu[0]}{gpu[1]})")
-    return ", ".join(dict.fromkeys(missing))
