@@ -9,7 +9,7 @@ from pellucid.config import ModelFacts, RunConfig, build_plan, load_config
 from pellucid.config.convert import flat_hints, hints_of
 from pellucid.config.plan import plan_rows
 from pellucid.config.schema import SftConfig
-from pellucid.config.validate.effects import changed_keys
+from pellucid.config.validate import changed_keys
 from pellucid.errors import UserError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -49,7 +49,6 @@ REF = "actor_rollout_ref.ref"
         (["critic.ppo_mini_batch_size=2"], "critic.ppo_mini_batch_size", ["2 has no effect"]),
         (["critic.model.path=other"], "critic.model.path", ["other has no effect"]),
         (["trainer.critic_warmup=2"], "trainer.critic_warmup", ["no critic"]),
-        ([*GAE, "trainer.critic_warmup=5", "trainer.total_training_steps=5"], "trainer.critic_warmup", ["never learns"]),
         ([*GAE, "critic.ppo_mini_batch_size=3"], "critic.ppo_mini_batch_size", ["8 prompts (data.train_batch_size) ÷ 3"]),
         ([*GAE, "critic.ppo_max_token_len_per_gpu=1000"], "critic.ppo_max_token_len_per_gpu", ["512 prompt + 512 response = 1024"]),
         ([*GAE, "critic.ppo_micro_batch_size_per_gpu=4"], "critic.ppo_micro_batch_size_per_gpu", ["use_dynamic_bsz is true"]),
@@ -68,7 +67,6 @@ REF = "actor_rollout_ref.ref"
         (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type", ["use_kl_in_reward: true"]),
         ([*KL_REWARD, "algorithm.kl_ctrl.target_kl=0.2"], "algorithm.kl_ctrl.target_kl", ["kl_ctrl.type: adaptive"]),
         ([*KL_REWARD, "algorithm.kl_ctrl.horizon=5"], "algorithm.kl_ctrl.horizon", ["kl_ctrl.type: adaptive"]),
-        ([*ADAPTIVE, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef", ["0 stays 0", "type: fixed"]),
         *(
             ([*exact, f"{REF}.log_prob_max_token_len_per_gpu=4096"], f"{REF}.log_prob_max_token_len_per_gpu", ["4096 has no effect", "than full"])
             for exact in (EXACT_LOSS, EXACT_REWARD, EXACT_LOSS + EXACT_REWARD)
@@ -203,7 +201,7 @@ def test_changed_keys_are_those_that_differ_from_default_or_link():
     base = set(changed_keys(load().config))
     changed = changed_keys(load(f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.use_kl_loss=true", "trainer.seed=4").config)
     assert set(changed) - base == {f"{ACTOR}.clip_ratio", f"{ACTOR}.use_kl_loss", "trainer.seed"}
-    assert changed["trainer.seed"].value == 4
+    assert changed["trainer.seed"] == 4
     assert "data.seed" in changed_keys(load("data.seed=4").config)
     assert "data.seed" not in changed_keys(load("data.seed=4", "trainer.seed=4").config)
 

@@ -10,8 +10,8 @@ import pytest
 
 import pellucid
 from pellucid.config import RunConfig, SftConfig
-from pellucid.config.convert import hints_of
-from pellucid.config.fields import link_of
+from pellucid.config.convert import defaults_tree, hints_of
+from pellucid.config.trees import has_link, walk
 
 SOURCE = Path(pellucid.__file__).parent
 ONLY_TALKS = ("config", "doctor", "cli/config.py")
@@ -66,8 +66,8 @@ def attributes_read() -> set[str]:
 
 def linked_to() -> set[str]:
     """Names of fields that another field takes its value from."""
-    links = [link_of(field) for section in SECTIONS for field in dataclasses.fields(section)]
-    return {name for link in links if link for name in re.findall(r"(\w+)}", link)}
+    links = [value for root in (RunConfig, SftConfig) for _, value in walk(defaults_tree(root)) if isinstance(value, str) and has_link(value)]
+    return {name for link in links for name in re.findall(r"(\w+)}", link)}
 
 
 def of_properties() -> set[str]:

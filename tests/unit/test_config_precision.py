@@ -86,7 +86,7 @@ MISTAKES = [
     ([f"{SECTION}.backend=msprobe", f"{SECTION}.stages=[rollout_generate]"], "", "backend native alone"),
     ([f"{SECTION}.config_path=no/such.json"], f"{SECTION}.config_path", "No such file"),
     ([f"{SECTION}.config_path=recipe.yaml"], f"{SECTION}.config_path", "does not end in .json"),
-    (["global_profiler.controller=true"], "global_profiler.controller", "no model runs there"),
+    (["global_profiler.controller=true"], "global_profiler.controller", "no effect with tool: precision_debugger"),
     (["global_profiler.profile_continuous_steps=true"], "global_profiler.profile_continuous_steps", "no effect"),
     ([f"{SECTION}.stage=[actor_update]"], f"{SECTION}.stage", "stages"),
     ([f"{SECTION}.enable=true"], f"{SECTION}.enable", "Set global_profiler.tool"),

@@ -475,6 +475,5 @@ def test_shards_hold_the_whole_model_between_them(per_copy, copies):
     )
     plan = build_plan(config, 240, FACTS)
     assert plan.memory is not None
-    assert plan.num_copies == copies
     whole = 4 * FACTS.num_parameters
     assert whole <= plan.memory.weights * per_copy < whole + per_copy

@@ -170,7 +170,7 @@ ON = {
     f"{ROLLOUT}.mode": "async",
     f"{ROLLOUT}.gpu_memory_utilization": "0.5",
     f"{ROLLOUT}.enforce_eager": "false",
-    f"{ROLLOUT}.multi_turn": "{enable: true}",
+    f"{ROLLOUT}.multi_turn.enable": "true",
     f"{ACTOR}.use_fused_kernels": "true",
     f"{ACTOR}.freeze_vision_tower": "true",
     f"{ROLLOUT}.agent": "{num_workers: 2}",
@@ -201,7 +201,7 @@ def test_an_off_block_may_link_to_keys_that_do_not_exist():
     assert (
         load_config(None, [*BASE, f"+{ROLLOUT}.multi_turn.x='${{global_profiler.no.such}}'"])
         .notices[0]
-        .endswith("rollout.multi_turn")
+        .endswith("rollout.multi_turn.x")
     )
 
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from pellucid.cli.arguments import Overrides
 from pellucid.config import RunConfig, SftConfig, build_plan, load_config, read_model_facts
 from pellucid.config.compat import migrate
-from pellucid.config.describe import annotated_yaml, keys
+from pellucid.config.convert import type_text
+from pellucid.config.describe import annotated_yaml, keys, yaml_value
 from pellucid.config.plan import plan_rows
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError, did_you_mean
@@ -72,7 +73,7 @@ def list_keys(
     table = Table("key", "type", "default", "meaning", show_lines=True)
     table.columns[0].overflow = "fold"
     for key in chosen:
-        table.add_row(key.name, key.type, key.default, key.doc)
+        table.add_row(key.name, type_text(key.type), yaml_value(key.default), key.doc)
     console.print(table, markup=False)
 
 

@@ -7,29 +7,38 @@ sees the user's tree.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pellucid.config.compose import read_yaml
-from pellucid.config.convert import flat_hints, hints_of, in_one_spelling, raise_all
+from pellucid.config.convert import flat_hints, in_one_spelling, raise_all
 from pellucid.config.fields import yaml_word
 from pellucid.config.schema import RunConfig
-from pellucid.config.schema.algorithm import RejectionRuleConfig
 from pellucid.config.schema.msprobe_json import SECTION as PRECISION
 from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS
 from pellucid.config.trees import Tree, get, merged, put, remove, resolve
 from pellucid.errors import UserError, did_you_mean
 
-_CORRECTION, _STEPS = "algorithm.rollout_correction", "trainer.profile_steps"
+_STEPS = "trainer.profile_steps"
 _PROFILING = (_STEPS, "*.profile_ranks", "*.profile_ranks_all", "*.profile_discrete")
 _OLD_SECTIONS = {"actor_rollout_ref.critic": "critic", "actor_rollout_ref.rm": "reward_model"}
-_STATISTICS, _LEVELS = (get_args(hints_of(RejectionRuleConfig)[name]) for name in ("statistic", "level"))
-_RULES = [f"{level}_{statistic}" for level in _LEVELS for statistic in _STATISTICS]
+_RULES = [f"{level}_{name}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for name in ("k1", "k2", "k3")]
 _MIGRATE = "`pellucid config migrate` rewrites the file."
+
+
+def _section(key: str, block: Any, known: tuple[str, ...]) -> Tree:
+    """Return the keys of a block that ask for something, or raise where it is no section or has an unknown key."""
+    if not isinstance(block, dict):
+        raise UserError(key, "this is a section of keys, not a value.", f"Keys: {', '.join(known)}.")
+    for name in block:
+        if name not in known:
+            raise UserError(f"{key}.{name}", "there is no such key.", did_you_mean(str(name), known))
+    return {name: value for name, value in block.items() if value not in (None, False, "", "null", "none")}
 
 
 def _correction(key: str, block: Any) -> Tree:
@@ -38,39 +47,25 @@ def _correction(key: str, block: Any) -> Tree:
     Raises:
         UserError: an unknown key or word, or a bound that is not a number.
     """
-    block = {
-        name: None if value in (False, "", "null", "none") else value
-        for name, value in _section(
-            key,
-            block,
-            (
-                *(
-                    "rollout_is",
-                    "rollout_is_threshold",
-                    "rollout_is_batch_normalize",
-                    "rollout_rs",
-                    "rollout_rs_threshold",
-                ),
-                *("bypass_mode", "loss_type"),
-            ),
-        ).items()
-    }
+    weights = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+    block = _section(key, block, (*weights, "rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type"))
     new: Tree = {}
-    bypass, reinforce = block.get("bypass_mode"), block.get("loss_type") == "reinforce"
-    if (level := block.get("rollout_is")) is not None:
+    reinforce = block.get("loss_type") == "reinforce"
+    if level := block.get("rollout_is"):
         if level not in ("token", "sequence"):
             raise UserError(f"{key}.rollout_is", f"'{level}' is no level.", "Set it to token or sequence.")
         lower, upper = _bounds(f"{key}.rollout_is_threshold", block.get("rollout_is_threshold", 2.0))
         # With a clipped loss in bypass mode verl computes the weights and applies none; it has no veto.
-        new = {"rollout_is_threshold": upper, "rollout_is": bool(reinforce or not bypass), "rollout_is_level": level}
+        applied = reinforce or "bypass_mode" not in block
+        new = {"rollout_is_threshold": upper, "rollout_is": applied, "rollout_is_level": level}
         new["rollout_is_veto_threshold"] = None
         if lower is not None:
             new |= {"rollout_is_mode": "clip", "rollout_is_threshold_lower": lower}
-        if block.get("rollout_is_batch_normalize"):
+        if "rollout_is_batch_normalize" in block:
             new["rollout_is_batch_normalize"] = True
-    if (rules := block.get("rollout_rs")) is not None:
+    if rules := block.get("rollout_rs"):
         new["rollout_rs"] = _rejections(key, str(rules), str(block.get("rollout_rs_threshold")))
-    if bypass:
+    if "bypass_mode" in block:
         new |= {"bypass_mode": True} | ({"loss_type": "reinforce"} if reinforce else {})
     return {f"algorithm.{name}": value for name, value in new.items()}
 
@@ -119,16 +114,6 @@ def _mixed_precision(key: str, block: Any) -> Tree:
     return {name: value for name, value in new.items() if value is not None}
 
 
-def _section(key: str, block: Any, known: tuple[str, ...]) -> Tree:
-    """Return a block, or raise where it is no section or has a key that is not known."""
-    if not isinstance(block, dict):
-        raise UserError(key, "this is a section of keys, not a value.", f"Keys: {', '.join(known)}.")
-    for name in block:
-        if name not in known:
-            raise UserError(f"{key}.{name}", "there is no such key.", did_you_mean(str(name), known))
-    return block
-
-
 def _profiling(old: Tree, tool: str) -> Tree:
     """Read the keys of verl's first Nsight guide: `trainer.profile_steps` and each role's `profile_*`.
 
@@ -160,43 +145,9 @@ def _profiling(old: Tree, tool: str) -> Tree:
     return new
 
 
-_NEEDED = {
-    "critic": "algorithm.adv_estimator: gae",
-    "reward_model": "reward_model.enable: true",
-    "actor_rollout_ref.ref": "actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward: true",
-}
-"""Sections of roles that only some runs have, and what gives a run the role."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One old key, or several by a pattern."""
-
-    pattern: str
-    """Dotted key; `*` stands for any text."""
-    off: tuple[Any, ...] | Callable[[Any], bool] = ()
-    """Values beside null that ask for nothing, or a test of the value: the key is dropped with a notice."""
-    new: Callable[[str, Any], Tree] | None = None
-    """From the key and its value to the dotted keys and values that mean the same; none: the key is refused."""
-    remedy: str = ""
-    """For a refused key: what to do about it."""
-    stops: bool = False
-    """Whether a run stops and shows the new keys, where otherwise it reads the old key as these and says so."""
-    only_with: str = ""
-    """The profiling tool without which the key asks for nothing."""
-
-    def is_off(self, value: Any, tool: Any) -> bool:
-        """Tell whether a value asks for nothing where `tool` profiles."""
-        if value is None or (self.only_with and self.only_with != tool):
-            return True
-        if callable(self.off):
-            return self.off(value)
-        return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
-
-
-def _beside(name: str, *more: str) -> Callable[[str, Any], Tree]:
+def _beside(*names: str) -> Callable[[str, Any], Tree]:
     """Return a function that says a key's value by other keys of its section."""
-    return lambda key, value: {f"{key.rpartition('.')[0]}.{other}": value for other in (name, *more)}
+    return lambda key, value: {f"{key.rpartition('.')[0]}.{name}": value for name in names}
 
 
 def _for_all_roles(key: str, block: Any) -> Tree:
@@ -217,42 +168,36 @@ def _tis(key: str, value: Any) -> Tree:
     return weights | level | {"actor_rollout_ref.rollout.calculate_log_probs": True}
 
 
-def _any(value: Any) -> bool:
-    return True
+@dataclass(frozen=True)
+class Row:
+    """One old key, or several by a pattern."""
 
+    pattern: str
+    """Dotted key; `*` stands for any text."""
+    off: tuple[Any, ...] = ()
+    """Values beside null that ask for nothing, with which the key is dropped with a notice; `...` is any."""
+    new: Callable[[str, Any], Tree] | None = None
+    """From the key and its value to the dotted keys and values that mean the same; none: the key is refused."""
+    remedy: str = ""
+    """For a refused key: what to do about it."""
+    stops: bool = False
+    """Whether a run stops and shows the new keys, where otherwise it reads the old key as these and says so."""
+    only_with: str = ""
+    """The profiling tool without which the key asks for nothing."""
 
-def _not_enabled(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("enable") in (None, False)
+    def is_off(self, value: Any, tool: Any) -> bool:
+        """Tell whether a value asks for nothing where `tool` profiles."""
+        if value is None or ... in self.off or (self.only_with and self.only_with != tool):
+            return True
+        return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
 
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-_LATER = (
+_MEMORY = "global_profiler.global_tool_config.torch_memory"
+_ENGINE_KEYS = (
     *("gpu_memory_utilization", "enforce_eager", "free_cache_engine", "load_format", "max_model_len"),
     *("enable_chunked_prefill", "disable_log_stats", "engine_kwargs", "layered_summon", "agent"),
 )
-_CUTS = ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
-_MEMORY = "global_profiler.global_tool_config.torch_memory"
-_OFF: dict[str, tuple[Any, ...] | Callable[[Any], bool]] = {
-    "actor_rollout_ref.hybrid_engine": (True,),
-    "reward_model.launch_reward_fn_async": (False,),
-    "reward_model.reward_manager": ("naive",),
-    "*.use_fused_kernels": (False,),
-    "*.freeze_vision_tower": (False,),
-    "*.fsdp_config.wrap_policy.min_num_params": (0,),
-    "*.fsdp_config.forward_prefetch": _any,
-    "*.ulysses_sequence_parallel_size": (1,),
-    "*.megatron": (),
-    f"{_ROLLOUT}.tensor_model_parallel_size": (1,),
-    f"{_ROLLOUT}.mode": ("sync",),
-    f"{_ROLLOUT}.multi_turn": _not_enabled,
-    # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
-    **{f"{_ROLLOUT}.log_prob_{name}": _any for name in _CUTS},
-    **{f"{_ROLLOUT}.{name}": () for name in _LATER},
-    f"{_MEMORY}.context": ("all",),
-    f"{_MEMORY}.stacks": ("all",),
-    f"{_MEMORY}.kw_args": ({},),
-}
-"""Keys that verl has and this version has not → the values beside null at which they ask for nothing."""
 _MOVED = {
     "enable": "Set global_profiler.tool: precision_debugger, or null for none.",
     "data_dir": "The run decides where captures go; set global_profiler.save_path for another folder.",
@@ -261,18 +206,46 @@ _MOVED = {
     "ranks": "Set the role's profiler.ranks.",
 }
 """Keys of verl's precision debugger → what to do here."""
+_LATER: dict[str, tuple[Any, ...]] = {
+    "actor_rollout_ref.hybrid_engine": (True,),
+    "reward_model.launch_reward_fn_async": (False,),
+    "reward_model.reward_manager": ("naive",),
+    "*.use_fused_kernels": (False,),
+    "*.freeze_vision_tower": (False,),
+    "*.fsdp_config.wrap_policy.min_num_params": (0,),
+    "*.fsdp_config.forward_prefetch": (...,),
+    "*.ulysses_sequence_parallel_size": (1,),
+    "*.megatron": (),
+    f"{_ROLLOUT}.tensor_model_parallel_size": (1,),
+    f"{_ROLLOUT}.mode": ("sync",),
+    f"{_ROLLOUT}.multi_turn.enable": (False,),
+    f"{_ROLLOUT}.multi_turn.*": (...,),  # what a loop of several turns would do, which is refused above
+    # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
+    f"{_ROLLOUT}.log_prob_*": (...,),
+    **{f"{_ROLLOUT}.{name}": () for name in _ENGINE_KEYS},
+    f"{_MEMORY}.context": ("all",),
+    f"{_MEMORY}.stacks": ("all",),
+    f"{_MEMORY}.kw_args": ({},),
+}
+"""Keys that verl has and this version has not → the values beside null at which they ask for nothing."""
 
 TABLE: tuple[Row, ...] = (
     Row(f"{_ACTOR}.tis_imp_ratio_cap", (-1, 0), _tis, stops=True),
     Row("*.ppo_micro_batch_size", (), _beside("ppo_micro_batch_size_per_gpu"), stops=True),
-    Row(_CORRECTION, ({},), _correction),
+    Row("algorithm.rollout_correction", ({},), _correction),
     Row("*.fsdp_config.mixed_precision", ({},), _mixed_precision),
     Row("actor_rollout_ref.ref.fsdp_config.offload_policy", (False,), _beside("param_offload")),
     Row("*.fsdp_config.offload_policy", (False,), _beside("param_offload", "optimizer_offload")),
     Row("*.profiler.tool_config.precision_debugger", ({},), _for_all_roles, only_with="precision_debugger"),
     *(Row(f"{PRECISION}.{name}", (), remedy=remedy, only_with="precision_debugger") for name, remedy in _MOVED.items()),
-    *(Row(pattern, off) for pattern, off in _OFF.items()),
+    *(Row(pattern, off) for pattern, off in _LATER.items()),
 )
+_NEEDED = {
+    "critic": "algorithm.adv_estimator: gae",
+    "reward_model": "reward_model.enable: true",
+    "actor_rollout_ref.ref": "actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward: true",
+}
+"""Sections of roles that only some runs have, and what gives a run the role."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +258,6 @@ class Found:
     """What takes their place; empty when they are dropped."""
     error: UserError | None = None
     """What stops a run."""
-    why: str = _MIGRATE
-    """What a run says beside the new keys."""
 
 
 def _old_keys(node: Tree, prefix: str = "") -> Iterator[tuple[str, Any, Row | None]]:
@@ -319,24 +290,19 @@ def find_old(user: Tree, defaults: Tree) -> list[Found]:
         else:
             found.append(_found(row, key, value, tree))
     if profiling:
-        new = _profiling(profiling, get(tree, "global_profiler.tool") or "nsys")
-        found.append(Found(profiling, new, why=f"profile_ranks of null or [] is no ranks. {_MIGRATE}"))
+        found.append(Found(profiling, _profiling(profiling, get(tree, "global_profiler.tool") or "nsys")))
     return found
 
 
 def _found(row: Row, key: str, value: Any, tree: Tree) -> Found:
     """Read one old key by its row."""
-    if not row.stops:
-        try:
-            value = resolve(tree, key)
-        except UserError:
-            if row.new is not None:  # of what is dropped or refused, links may lead nowhere
-                raise
+    if not row.stops and ... not in row.off:
+        value = resolve(tree, key)
     if row.is_off(value, get(tree, "global_profiler.tool")):
         return Found({key: value}, {})
     if row.new is None:
         shown = "this section" if isinstance(value, dict) else f"the value {yaml_word(value)}"
-        off = f" or set it to {yaml_word(row.off[0])}" if isinstance(row.off, tuple) and row.off else ""
+        off = f" or set it to {yaml_word(row.off[0])}" if row.off else ""
         error = UserError(key, f"{shown} asks for what this version does not have.", row.remedy or f"Remove it{off}.")
         return Found({key: value}, {}, error)
     new = row.new(key, value)
@@ -363,7 +329,10 @@ def translate(user: Tree, defaults: Tree, notices: list[str]) -> None:
                 raise UserError(key, f"is also set, to another value, by {names}.", "Keep one of the two.")
             put(user, key, wanted)
         if item.new:
-            notices.append(f"{names} {'is' if len(item.keys) == 1 else 'are'} read as\n{_yaml(item.new)}{item.why}")
+            no_ranks = "profile_ranks of null or [] is no ranks. " if "profile_" in names else ""
+            notices.append(
+                f"{names} {'is' if len(item.keys) == 1 else 'are'} read as\n{_yaml(item.new)}{no_ranks}{_MIGRATE}"
+            )
     if dropped := [key for item in found if not item.new for key in item.keys]:
         notices.append(f"Keys that change nothing here, dropped: {', '.join(dropped)}")
 
@@ -415,8 +384,6 @@ def migrate(source: Path) -> tuple[str, list[str]]:
 
 
 def _line(keys: Tree) -> str:
-    import json
-
     return ", ".join(f"{key}: {json.dumps(value)}" for key, value in keys.items())
 
 

@@ -10,7 +10,8 @@ import types
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pellucid.config.fields import Alias, Length, OrImportPath, Range, default_of, is_import_path, link_of, yaml_word
+from pellucid.config.fields import Alias, OrImportPath, Range, is_import_path, yaml_word
+from pellucid.config.trees import Tree, has_link, walk
 from pellucid.errors import UserError, did_you_mean, nearest
 
 T = TypeVar("T")
@@ -40,26 +41,33 @@ def hints_of(cls: type) -> dict[str, Any]:
 
 
 @cache
-def defaults_tree(cls: type) -> dict[str, Any]:
-    """Return a section's defaults as a YAML tree, with interpolations and `???` where the schema has them; not to
-    be changed.
-    """
-    hints = hints_of(cls)
-    return {
-        item.name: defaults_tree(hints[item.name]) if dataclasses.is_dataclass(hints[item.name]) else default_of(item)
-        for item in dataclasses.fields(cls)
-    }
-
-
-@cache
 def flat_hints(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key → annotated type for each leaf of the schema, sections included with their dataclass."""
+    """Return dotted key → annotated type of all the schema, a section with its dataclass before what is in it."""
     flat: dict[str, Any] = {}
     for name, hint in hints_of(cls).items():
         flat[prefix + name] = hint
         if dataclasses.is_dataclass(hint):
             flat |= flat_hints(hint, f"{prefix}{name}.")  # pyright: ignore[reportArgumentType]
     return flat
+
+
+@cache
+def defaults_tree(cls: type) -> Tree:
+    """Return a section's defaults as a YAML tree, with links and `???` where the schema has them; not to be changed."""
+    return _defaults(cls(), None)
+
+
+def _defaults(section: Any, follows: tuple[str, type] | None) -> Tree:
+    leader, shared = (follows[0], hints_of(follows[1])) if follows else ("", {})
+    tree: Tree = {}
+    for item in dataclasses.fields(section):
+        name, value = item.name, vars(section)[item.name]
+        if dataclasses.is_dataclass(value):
+            inner = (f"{leader}.{name}", type(value)) if name in shared else item.metadata.get("follows")
+            tree[name] = _defaults(value, inner)
+        else:
+            tree[name] = f"${{{leader}.{name}}}" if name in shared else item.metadata.get("link") or value
+    return tree
 
 
 def in_one_spelling(value: Any, hint: Any) -> Any:
@@ -73,7 +81,7 @@ def type_text(hint: Any) -> str:
     """Return a type as users read it, e.g. `int ≥ 1 or null` or `auto | cpu | cuda`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        said = [str(meta) for meta in args[1:] if isinstance(meta, Range | Length | OrImportPath)]
+        said = [str(meta) for meta in args[1:] if isinstance(meta, Range | OrImportPath)]
         return " ".join(filter(None, [type_text(args[0]), *said]))
     if origin is Literal:
         return " | ".join(yaml_word(arg) for arg in args)
@@ -88,7 +96,7 @@ def type_text(hint: Any) -> str:
     return {bool: "true | false", str: "text", type(None): "null"}.get(hint) or hint.__name__
 
 
-def convert(cls: type[T], tree: dict[str, Any]) -> T:
+def convert(cls: type[T], tree: Tree) -> T:
     """Build a section from a resolved tree that has every key.
 
     Args:
@@ -96,32 +104,38 @@ def convert(cls: type[T], tree: dict[str, Any]) -> T:
         tree: plain values, `???` nowhere.
 
     Raises:
-        UserError: a wrong type, choice or range (`ConfigError` for several).
+        UserError: a wrong type, choice or range (`ConfigError` for several); a key that follows another one does not
+            repeat its mistake.
     """
-    own: list[UserError] = []
-    followed: list[UserError] = []
-    made = _section(cls, tree, "", own, followed)
-    said = {error.reason for error in own}
-    raise_all(own + [error for error in followed if error.reason not in said])
-    return made
+    try:
+        return _section(tree, cls, "")
+    except UserError as error:
+        errors = error.errors if isinstance(error, ConfigError) else [error]
+        links = {key for key, default in walk(defaults_tree(cls)) if has_link(default)}
+        own = [error for error in errors if error.field.partition("[")[0] not in links]
+        said = {error.reason for error in own}
+        raise_all(own + [error for error in errors if error not in own and error.reason not in said])
+        raise
 
 
-def _section(cls: Any, tree: dict[str, Any], prefix: str, own: list[UserError], followed: list[UserError]) -> Any:
-    """Build one section; a mistake in a key that may follow another one goes to `followed`, any other to `own`."""
-    values: dict[str, Any] = {}
-    for item, (name, hint) in zip(dataclasses.fields(cls), hints_of(cls).items()):
-        value = tree.get(name)
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise UserError(prefix + name, "its interpolation gives a value, but this is a section of keys.")
-            errors = followed if item.metadata.get("follows") else own
-            values[name] = _section(hint, value, f"{prefix}{name}.", errors, followed)
-            continue
+def _section(tree: Any, cls: Any, key: str) -> Any:
+    """Build a section, or an entry of a list of mappings."""
+    if not isinstance(tree, dict):
+        raise UserError(key, f"{_shown(tree)} is not allowed; it must be {type_text(cls)}.")
+    hints, prefix = hints_of(cls), f"{key}." if key else ""
+    errors = [UserError(f"{prefix}{name}", "there is no such key.", did_you_mean(str(name), hints))
+              for name in tree if name not in hints]  # fmt: skip
+    values: Tree = {}
+    for item in dataclasses.fields(cls):
         try:
-            values[name] = _value(value, hint, prefix + name)
+            if item.name in tree:
+                values[item.name] = _value(tree[item.name], hints[item.name], prefix + item.name)
+            elif item.default is dataclasses.MISSING:
+                raise UserError(f"{prefix}{item.name}", "must be set.", f"It is {type_text(hints[item.name])}.")
         except UserError as error:
-            (own if link_of(item) is None else followed).append(error)
-    return None if own or followed else cls(**values)
+            errors += error.errors if isinstance(error, ConfigError) else [error]
+    raise_all(errors)
+    return cls(**values)
 
 
 def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
@@ -135,7 +149,7 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
             remedy = "Write it as 'package.module:name' or 'file.py:name'."
             raise UserError(key, f"'{value}' is not an import path.", remedy)
         made = _value(value, args[0], key, allowed)
-        if not all(meta.holds(made) for meta in args[1:] if isinstance(meta, Range | Length)):
+        if not all(meta.holds(made) for meta in args[1:] if isinstance(meta, Range)):
             raise UserError(key, f"{_shown(value)} is out of range; it must be {allowed}.")
         return made
     if origin in (Union, types.UnionType):
@@ -146,7 +160,7 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
         like += [arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)]
         return _value(value, next(iter(like), arms[0]), key, allowed)
     if dataclasses.is_dataclass(hint):
-        return _entry(value, hint, key)
+        return _section(value, hint, key)
     if origin is Literal:
         if isinstance(value, str | bool) and value in args:
             return value
@@ -161,20 +175,6 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
     if made is None:
         raise UserError(key, f"{_shown(value)} is not allowed; it must be {allowed}.")
     return made
-
-
-def _entry(value: Any, cls: Any, key: str) -> Any:
-    """Return one entry of a list of mappings; fields without a default must be there."""
-    known = {item.name: item for item in dataclasses.fields(cls)}
-    if not isinstance(value, dict):
-        raise UserError(key, f"{_shown(value)} is not allowed; it must be {type_text(cls)}.")
-    for name in value:
-        if name not in known:
-            raise UserError(f"{key}.{name}", "there is no such key.", did_you_mean(str(name), known))
-    for name, item in known.items():
-        if name not in value and item.default is dataclasses.MISSING:
-            raise UserError(f"{key}.{name}", "must be set.", f"It is {type_text(hints_of(cls)[name])}.")
-    return cls(**{name: _value(part, hints_of(cls)[name], f"{key}.{name}") for name, part in value.items()})
 
 
 def _scalar(value: Any, hint: type) -> Any:

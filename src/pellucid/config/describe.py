@@ -11,13 +11,11 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pellucid.config.convert import defaults_tree, hints_of, type_text
-from pellucid.config.fields import default_of
+from pellucid.config.convert import defaults_tree, flat_hints, type_text
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.trees import get
 
@@ -26,20 +24,22 @@ _HEAD = """# Made from the schema by `pellucid config show --annotated`.
 """
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One key of the schema."""
 
     name: str
     """Full dotted name."""
-    type: str
-    default: str
-    """As YAML."""
+    type: Any
+    """Annotated type; of a section its dataclass."""
+    default: Any
+    """As YAML has it: with links, and `???` where it must be set; of a section a mapping."""
     doc: str
     """The field's docstring on one line."""
-    is_section: bool
-    of: type
-    """The dataclass that has the key as a field."""
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it is a section of keys."""
+        return dataclasses.is_dataclass(self.type)
 
 
 @cache
@@ -56,16 +56,18 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def keys(root: type, prefix: str = "") -> Iterator[Key]:
-    """Yield each key of the schema, a section before its fields."""
-    hints, docs = hints_of(root), field_docs(root)
-    for item in dataclasses.fields(root):
-        hint, name = hints[item.name], prefix + item.name
-        if dataclasses.is_dataclass(hint):
-            yield Key(name, "section", "", docs[item.name], True, root)
-            yield from keys(hint, f"{name}.")  # pyright: ignore[reportArgumentType]
-        else:
-            yield Key(name, type_text(hint), yaml_value(default_of(item)), docs[item.name], False, root)
+def keys(root: type) -> list[Key]:
+    """Return the keys of the schema, a section before its fields."""
+    hints: dict[str, Any] = {"": root, **flat_hints(root)}
+    return [
+        Key(
+            name,
+            hint,
+            get(defaults_tree(root), name),
+            field_docs(hints[name.rpartition(".")[0]])[name.rpartition(".")[2]],
+        )
+        for name, hint in flat_hints(root).items()
+    ]
 
 
 def annotated_yaml(root: type, values: dict[str, Any] | None = None) -> str:
@@ -77,9 +79,13 @@ def annotated_yaml(root: type, values: dict[str, Any] | None = None) -> str:
     """
     parts = [_HEAD.strip()]
     for key in keys(root):
-        indent, value = "  " * key.name.count("."), get(values or defaults_tree(root), key.name)
-        has_bounds = key.type != "true | false" and any(sign in key.type for sign in "|≥≤<>")
-        about = f"{key.doc} Allowed: {key.type}." if has_bounds else key.doc
+        indent, value, allowed = (
+            "  " * key.name.count("."),
+            get(values or defaults_tree(root), key.name),
+            type_text(key.type),
+        )
+        has_bounds = not key.is_section and key.type is not bool and any(sign in allowed for sign in "|≥≤<>")
+        about = f"{key.doc} Allowed: {allowed}." if has_bounds else key.doc
         comment = textwrap.wrap(about, 116 - len(indent), break_on_hyphens=False)
         if key.is_section:
             shown = ""
@@ -112,33 +118,33 @@ def markdown() -> str:
         "`null` follows it too.",
     ]
     for root, title in ((RunConfig, "`pellucid train` and `pellucid eval`"), (SftConfig, "`pellucid sft`")):
-        lines += ["", f"## {title}"]
-        for section in _sections(root):
-            lines += section
+        lines += ["", f"## {title}", *_sections(root)]
     return "\n".join(lines) + "\n"
 
 
-def _sections(root: type) -> Iterator[list[str]]:
+def _sections(root: type) -> Iterator[str]:
     """Yield the Markdown lines of each section: a heading, and a table of the keys directly in it.
 
     A section of a kind that was described before refers to that one.
     """
     described: dict[type, str] = {}
     skipped: tuple[str, ...] = ()
-    for section in (key for key in keys(root) if key.is_section and not key.name.startswith(skipped)):
-        kind = hints_of(section.of)[section.name.rpartition(".")[2]]
-        yield ["", f"### {section.name}", ""]
-        if described.setdefault(kind, section.name) != section.name:
-            skipped += (f"{section.name}.",)
-            yield [f"{section.doc} Its keys are those of `{described[kind]}`."]
+    every = keys(root)
+    for section in (key for key in every if key.is_section):
+        if section.name.startswith(skipped or " "):
             continue
-        yield [section.doc]
-        inside = [key for key in keys(kind, f"{section.name}.") if key.of is kind and not key.is_section]
+        yield from ("", f"### {section.name}", "")
+        if described.setdefault(section.type, section.name) != section.name:
+            skipped += (f"{section.name}.",)
+            yield f"{section.doc} Its keys are those of `{described[section.type]}`."
+            continue
+        yield section.doc
+        inside = [key for key in every if key.name.rpartition(".")[0] == section.name and not key.is_section]
         if inside:
-            yield ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+            yield from ("", "| key | type | default | meaning |", "| --- | --- | --- | --- |")
         for key in inside:
-            cells = (f"`{key.name}`", key.type, f"`{key.default}`", key.doc)
-            yield ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"]
+            cells = (f"`{key.name}`", type_text(key.type), f"`{yaml_value(key.default)}`", key.doc)
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

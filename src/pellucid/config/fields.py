@@ -1,6 +1,6 @@
 """The vocabulary the schema is written in: ranges, alias words, what a field follows and what it needs to act.
 
-The sections in `schema/` use these; `convert.py` and `validate/effects.py` enforce them and `describe.py` prints them.
+The sections in `schema/` use these; `convert.py` and `validate/` enforce them and `describe.py` prints them.
 """
 
 from __future__ import annotations
@@ -37,20 +37,6 @@ class Range:
     def __str__(self) -> str:
         bounds = ((">", self.gt), ("≥", self.ge), ("<", self.lt), ("≤", self.le))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
-
-
-@dataclass(frozen=True)
-class Length:
-    """Exact number of entries of a list."""
-
-    count: int
-
-    def holds(self, value: list[Any]) -> bool:
-        """Tell whether the list has that many entries."""
-        return len(value) == self.count
-
-    def __str__(self) -> str:
-        return f"with {self.count} entries"
 
 
 @dataclass(frozen=True)
@@ -109,7 +95,11 @@ class Needs:
 
 
 def option(
-    default: Any, *, link: str | None = None, needs: Needs | tuple[Needs, ...] = (), follows: bool = False
+    default: Any,
+    *,
+    link: str | None = None,
+    needs: Needs | tuple[Needs, ...] = (),
+    follows: tuple[str, type] | None = None,
 ) -> Any:
     """Return a dataclass field that says more than its type and default.
 
@@ -119,21 +109,9 @@ def option(
             "follow" too. `default` is what it gives when everything is at its default, for objects built in code.
         needs: what must hold for the field, or for all fields of the section, to act; a change of one that does not is
             an error.
-        follows: the section takes what is not set from another section.
+        follows: another section, and the class whose fields both have; each of them links to the other section's.
     """
     metadata = {"link": link, "needs": (needs,) if isinstance(needs, Needs) else needs, "follows": follows}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def link_of(item: dataclasses.Field[Any]) -> str | None:
-    """Return the interpolation that a field follows, else None."""
-    return item.metadata.get("link")
-
-
-def default_of(item: dataclasses.Field[Any]) -> Any:
-    """Return the default as a YAML value: interpolation, `???` or plain value (sections excluded)."""
-    if (link := link_of(item)) is not None:
-        return link
-    return item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default

@@ -17,11 +17,10 @@ from pellucid.algo.catalog import loss_entry
 from pellucid.config.compat import drop_targets, translate
 from pellucid.config.compose import compose_user_tree
 from pellucid.config.convert import convert, defaults_tree, flat_hints, hints_of, raise_all
-from pellucid.config.fields import link_of
 from pellucid.config.presets import expand_preset
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.msprobe_json import SECTION as PRECISION
-from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS
+from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS, ScheduleConfig
 from pellucid.config.trees import Tree, get, has_link, merged, put, resolve, resolve_all, walk
 from pellucid.config.validate import validate
 from pellucid.errors import UserError
@@ -59,43 +58,31 @@ def load_config(source: str | Path | None, overrides: list[str], root: type[Root
         UserError: anything wrong with the recipe or the overrides, named by its full key (`ConfigError` for several).
     """
     notices: list[str] = []
-    config = convert(root, _resolved_tree(source, overrides, root, notices))
-    return Loaded(config, notices + validate(config))
-
-
-def _resolved_tree(source: str | Path | None, overrides: list[str], root: type, notices: list[str]) -> Tree:
-    """Return the whole tree with links followed, types not yet checked.
-
-    Raises:
-        UserError: unreadable input, an old or unknown key, a link that leads nowhere, a key left at `???`.
-    """
     user, defaults = compose_user_tree(source, overrides), defaults_tree(root)
     drop_targets(user, notices)
     translate(user, defaults, notices)
-    _drop_nulls(user, root)
+    _drop_nulls(user, defaults)
     raise_all(list(_unknown_keys(user, flat_hints(root))))
     tree = merged(defaults, user)
     if root is RunConfig:
-        tree = _follow_actor_profiler(user, tree)
+        _separate_followers(user, tree)
         _default_training(user, tree, notices)
+        _default_tools(user, tree, notices)
         expand_preset(user, tree, notices)
     if missing := [key for key, value in walk(tree) if value == "???"]:
         raise UserError(", ".join(missing), "must be set.", f"Set it in the recipe or as an override: {missing[0]}=…")
-    tree = resolve_all(tree, defaults)
-    if root is RunConfig:
-        _default_tools(user, tree, notices)
-    return tree
+    config = convert(root, resolve_all(tree, defaults))
+    return Loaded(config, notices + validate(config))
 
 
-def _drop_nulls(user: Tree, cls: type) -> None:
+def _drop_nulls(user: Tree, defaults: Tree) -> None:
     """Remove nulls of keys that follow another key ("follow" is what null means) and of sections (their defaults)."""
-    hints = hints_of(cls)
-    for item in dataclasses.fields(cls):
-        value, is_section = user.get(item.name, ""), dataclasses.is_dataclass(hints[item.name])
-        if value is None and (is_section or link_of(item)):
-            del user[item.name]
-        elif isinstance(value, dict) and is_section:
-            _drop_nulls(value, hints[item.name])
+    for name, value in list(user.items()):
+        default = defaults.get(name)
+        if value is None and (isinstance(default, dict) or has_link(default)):
+            del user[name]
+        elif isinstance(value, dict) and isinstance(default, dict):
+            _drop_nulls(value, default)
 
 
 def _unknown_keys(user: Tree, known: dict[str, Any], prefix: str = "") -> Iterator[UserError]:
@@ -124,26 +111,20 @@ def _suggest(key: str, known: dict[str, Any]) -> str:
     elsewhere = [name for end in (key, leaf) for name in known if name.endswith(f".{end}")]
     elsewhere.sort(key=lambda name: name.partition(".")[0] != key.partition(".")[0])
     candidates = close or elsewhere or get_close_matches(key, known, n=1)
-    if candidates:
-        return f"Did you mean '{candidates[0]}'?"
-    return f"Keys of {parent}: {', '.join(siblings)}." if parent and siblings else "See: pellucid config keys"
+    return f"Did you mean '{candidates[0]}'?" if candidates else "See: pellucid config keys"
 
 
-def _follow_actor_profiler(user: Tree, tree: Tree) -> Tree:
-    """Let ref and rollout take from the actor's `profiler` what they do not set: a schedule, and the ranks, as a
-    whole.
+def _separate_followers(user: Tree, tree: Tree) -> None:
+    """Let ref and rollout, which follow the actor's `profiler` key by key, take its ranks, and its schedule, as a whole
+    or not at all.
     """
-    actor = get(user, f"{_ACTOR}.profiler")
-    for role in ACTOR_FOLLOWERS if isinstance(actor, dict) else ():
+    for role in ACTOR_FOLLOWERS:
         key = f"{PROFILED_SECTIONS[role]}.profiler"
-        if not isinstance(own := get(user, key, {}), dict):
-            continue  # a link to another section
-        wholes = (("schedule",), ("ranks", "all_ranks"))
-        replaced = {name for whole in wholes if any(name in own for name in whole) for name in whole}
-        followed: Tree = {}
-        put(followed, key, merged({name: value for name, value in actor.items() if name not in replaced}, own))
-        tree = merged(tree, followed)
-    return tree
+        if isinstance(own := get(user, key), dict):
+            alone: Tree = {"ranks": [], "all_ranks": False} if own.keys() & {"ranks", "all_ranks"} else {}
+            if "schedule" in own:
+                alone["schedule"] = dataclasses.asdict(ScheduleConfig())
+            put(tree, key, merged(get(tree, key) | alone, own))
 
 
 def _default_training(user: Tree, tree: Tree, notices: list[str]) -> None:
@@ -163,19 +144,14 @@ def _default_tools(user: Tree, tree: Tree, notices: list[str]) -> None:
     """Take the one tool that the profiled roles have settings of where none is chosen, and msprobe for its file."""
     profiler = tree["global_profiler"]
     if profiler["tool"] is None and profiler["steps"]:
-        blocks = {role: get(tree, f"{section}.profiler") for role, section in PROFILED_SECTIONS.items()}
-        toolless = {role: own for role, own in blocks.items() if own["tool"] is None}
-        settled = {role for role, own in toolless.items() if str(own["enable"]).lower() == "true"}
-        if settled & set(ACTOR_FOLLOWERS):
-            settled.add("actor")
-        named = {tool for role in settled for tool in get(user, f"{PROFILED_SECTIONS[role]}.profiler.tool_config", {})}
+        blocks = [get(user, f"{section}.profiler", {}) for section in PROFILED_SECTIONS.values()]
+        toolless = [own for own in blocks if get(own, "enable") and get(own, "tool") is None]
+        named = {tool for own in toolless for tool in own.get("tool_config", {})}
         if len(named) == 1:
             [profiler["tool"]] = named
-            for own in toolless.values():
-                own["tool"] = profiler["tool"]
             notices.append(
-                f"global_profiler.tool: {profiler['tool']}, the one tool that the profiled roles have settings of."
+                f"global_profiler.tool: {profiler['tool']}, the one tool that profiled roles have settings of."
             )
-    if get(tree, f"{PRECISION}.config_path") is not None and get(user, f"{PRECISION}.backend") is None:
+    if get(user, f"{PRECISION}.config_path") is not None and get(user, f"{PRECISION}.backend") is None:
         put(tree, f"{PRECISION}.backend", "msprobe")
         notices.append(f"{PRECISION}.backend: msprobe, whose file config_path names.")

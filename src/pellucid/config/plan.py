@@ -10,12 +10,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from pellucid.config.convert import raise_all
 from pellucid.config.describe import yaml_value
 from pellucid.config.model_facts import ModelFacts, read_model_facts
 from pellucid.config.schema import RunConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
-from pellucid.config.validate.steps import critic_warmup_mistakes
 from pellucid.errors import UserError
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -80,11 +78,6 @@ class Plan:
         """Tokens of a step when every prompt and response is as long as allowed."""
         return self.samples_per_step * (self.config.data.max_prompt_length + self.config.data.max_response_length)
 
-    @property
-    def num_copies(self) -> int:
-        """Copies of the policy among its ranks."""
-        return self.config.num_ranks // self.config.copy_ranks("actor")
-
 
 def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | None) -> Plan:
     """Work out the plan.
@@ -97,24 +90,24 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
     Raises:
         UserError: the prompts do not fill one step, or the run ends before the policy starts to learn.
     """
-    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    data, actor, trainer = config.data, config.actor_rollout_ref.actor, config.trainer
     prompts, mini = data.train_batch_size, actor.ppo_mini_batch_size
     steps_per_epoch = num_train_prompts // prompts
     if steps_per_epoch == 0:
         reason = f"{num_train_prompts} training prompts ÷ {prompts} per step = 0 steps."
         remedy = f"Set it to at most {num_train_prompts}, or give more" if num_train_prompts else "Give"
         raise UserError("data.train_batch_size", reason, f"{remedy} training rows.")
-    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_per_epoch
-    raise_all([*critic_warmup_mistakes(config.trainer, total_steps)])
+    total_steps = trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
+    if total_steps <= trainer.critic_warmup and not trainer.val_only:
+        reason = f"the policy rests for {trainer.critic_warmup} steps, and the run has {total_steps}: it never learns."
+        raise UserError("trainer.critic_warmup", reason, f"Set it below {total_steps}, or make the run longer.")
     longest = data.max_prompt_length + data.max_response_length
-    share = math.ceil(mini * rollout.n / config.num_ranks)
-    if actor.use_dynamic_bsz:
-        micro_samples = min(actor.ppo_max_token_len_per_gpu // longest, share)
-        micro_tokens = min(actor.ppo_max_token_len_per_gpu, share * longest)
-    else:
-        micro_samples = min(actor.ppo_micro_batch_size_per_gpu or 1, share)
-        micro_tokens = micro_samples * longest
-    pools = config.trainer.resource_pools
+    share = math.ceil(mini * config.actor_rollout_ref.rollout.n / config.num_ranks)
+    at_once = (
+        actor.ppo_max_token_len_per_gpu // longest if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
+    )
+    micro_samples = min(at_once or 1, share)
+    budget = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else micro_samples * longest
     others = {} if model is None else _role_bytes(config, model)
     return Plan(
         config=config,
@@ -124,8 +117,8 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         optimizer_steps_per_step=prompts // mini * actor.ppo_epochs,
         micro_batches_per_mini_batch=math.ceil(share / micro_samples),
         model=model,
-        memory=None if model is None else _estimate(config, model, micro_tokens, others),
-        pool_bytes={role: others[role] for role in pools if others.get(role)},
+        memory=None if model is None else _estimate(config, model, min(budget, share * longest), others),
+        pool_bytes={role: others[role] for role in trainer.resource_pools if others.get(role)},
     )
 
 
@@ -160,21 +153,18 @@ def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_byte
 
 
 def _role_bytes(config: RunConfig, policy: ModelFacts) -> dict[str, int]:
-    """Return the bytes on one rank of weights, gradients and AdamW of each model beside the policy."""
-    whole = {}
-    if config.has_own_reference:
-        whole["ref"] = 4 * policy.num_parameters
-    if config.has_critic:
-        whole["critic"] = 16 * _size_of(config.critic.model.path, config, policy)
-    if config.reward_model.enable:
-        whole["reward_model"] = 4 * _size_of(config.reward_model.model.path, config, policy)
-    return {role: math.ceil(num_bytes / config.copy_ranks(role)) for role, num_bytes in whole.items()}
-
-
-def _size_of(path: str | None, config: RunConfig, policy: ModelFacts) -> int:
-    """Return a model's number of parameters; 0 when its files are not at hand."""
-    facts = policy if path in (None, config.actor_rollout_ref.model.path) else read_model_facts(path)
-    return facts.num_parameters if facts else 0
+    """Return the bytes on one rank of weights, gradients and AdamW of each model beside the policy; 0 when its files
+    are not at hand.
+    """
+    own = config.actor_rollout_ref.model.path
+    models = {"ref": (config.has_own_reference, own, 4), "critic": (config.has_critic, config.critic.model.path, 16)}
+    models["reward_model"] = (config.reward_model.enable, config.reward_model.model.path or own, 4)
+    held: dict[str, int] = {}
+    for role, (exists, path, bytes_each) in models.items():
+        if exists:
+            facts = policy if path == own else read_model_facts(path)
+            held[role] = math.ceil(bytes_each * facts.num_parameters / config.copy_ranks(role)) if facts else 0
+    return held
 
 
 def _offloaded(config: RunConfig, weights: int, trained: int, others: dict[str, int]) -> int:
@@ -206,6 +196,12 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     spread = f" ÷ {num_ranks} ranks" if num_ranks > 1 else ""
     most, each = "at most " * actor.use_dynamic_bsz, " a rank" * (num_ranks > 1)
     loss = "reinforce" if config.algorithm.loss_type == "reinforce" else actor.policy_loss.loss_mode
+    shape = ""
+    if model is not None:
+        trained = adapter_size(config, model)
+        adapter = f"; LoRA: at most {trained:,} trained parameters" if trained else ""
+        layers = f"{model.num_layers} layers × {model.hidden_size}, vocabulary {model.vocab_size:,}"
+        shape = f"{model.num_parameters:,} parameters, {layers}{adapter}"
     held = ", ".join(f"{role} {size(num_bytes)}" for role, num_bytes in plan.pool_bytes.items())
     rows = {
         "samples per step": f"{prompts} prompts × {n} samples = {plan.samples_per_step} samples",
@@ -221,7 +217,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         "ranks": _ranks(plan),
         "algorithm": f"advantages {config.algorithm.adv_estimator}, loss {loss}, {actor.loss_agg_mode}",
         "correction": _correction(config.algorithm),
-        "model": _model(config, model) if model else "",
+        "model": shape,
         "memory (estimate)": _memory(plan.memory) + each if plan.memory else "",
         "on own ranks": f"{held} on each, and activations" if held else "",
     }
@@ -235,19 +231,13 @@ def _correction(algorithm: AlgorithmConfig) -> str:
     return ", ".join(f"{key}: {yaml_value(values[key])}" for key in keys if values[key] != defaults[key])
 
 
-def _model(config: RunConfig, model: ModelFacts) -> str:
-    trained = adapter_size(config, model)
-    adapter = f"; LoRA: at most {trained:,} trained parameters" if trained else ""
-    shape = f"{model.num_layers} layers × {model.hidden_size}, vocabulary {model.vocab_size:,}"
-    return f"{model.num_parameters:,} parameters, {shape}{adapter}"
-
-
 def _ranks(plan: Plan) -> str:
     config, trainer = plan.config, plan.config.trainer
     how = f"placement {trainer.placement}, strategy {config.actor_rollout_ref.actor.strategy}"
     if trainer.placement == "local":
         return f"1 process, {how}"
-    copies = f"{plan.num_copies} copies of the model" if plan.num_copies > 1 else "one copy of the model"
+    num_copies = config.num_ranks // config.copy_ranks("actor")
+    copies = f"{num_copies} copies of the model" if num_copies > 1 else "one copy of the model"
     text = f"{counted(config.num_ranks, 'rank')} on {counted(trainer.nnodes, 'machine')}, {how}: {copies}"
     return "; ".join([text, *(f"{role} on {count} of its own" for role, count in trainer.resource_pools.items())])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pellucid.algo.catalog import POLICY_LOSSES
-from pellucid.config.fields import MISSING, Alias, Length, Needs, OrImportPath, Range, option
+from pellucid.config.fields import MISSING, Alias, Needs, OrImportPath, Range, option
 from pellucid.config.schema.profiler import ProfilerConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig, Strategy
 
@@ -52,8 +52,8 @@ class OptimConfig:
     """Optimizer steps over which the schedule is laid out; -1 is filled in from the run's own length."""
     weight_decay: Annotated[float, Range(ge=0)] = 0.01
     """Decoupled weight decay of AdamW."""
-    betas: Annotated[list[Annotated[float, Range(ge=0, lt=1)]], Length(2)] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay rates of AdamW's running mean of the gradient and of its square."""
+    betas: list[Annotated[float, Range(ge=0, lt=1)]] = field(default_factory=lambda: [0.9, 0.999])
+    """The two decay rates of AdamW: of the running mean of the gradient, and of its square."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after warm-up: it stays, or falls along a cosine or a line to `min_lr_ratio`."""
     min_lr_ratio: Fraction = option(0.0, needs=Needs(".lr_scheduler_type", ("cosine", "linear")))
@@ -104,13 +104,11 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
-class ActorConfig:
-    """The policy update."""
+class UpdateConfig:
+    """How an update is cut into optimizer steps and passes; the critic follows the actor in it."""
 
     strategy: Strategy = MISSING
-    """Training engine that holds the policy: fsdp2, which is PyTorch's FSDP2; fsdp means the same. It must be set."""
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    """How the policy is spread over its ranks."""
+    """Training engine that holds the model: fsdp2, which is PyTorch's FSDP2; fsdp means the same. It must be set."""
     ppo_mini_batch_size: Positive = 256
     """Prompts per optimizer step; with `rollout.n` samples each, a mini-batch has prompts × n samples."""
     ppo_micro_batch_size_per_gpu: Positive | None = None
@@ -120,6 +118,29 @@ class ActorConfig:
     """Form micro-batches by tokens (`ppo_max_token_len_per_gpu`) rather than by a fixed number of samples."""
     ppo_max_token_len_per_gpu: Positive = 16384
     """Most tokens in one micro-batch when `use_dynamic_bsz` is true; at least the longest prompt plus response."""
+    ppo_epochs: Positive = 1
+    """Passes over each step's samples."""
+    shuffle: bool = False
+    """Shuffle the prompts into new mini-batches for each of the `ppo_epochs`."""
+
+
+@dataclass(frozen=True)
+class TrainedConfig(UpdateConfig):
+    """What actor and critic each have of their own."""
+
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
+    """How the model is spread over its ranks."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How per-token losses become one number, always over the whole mini-batch; unless it is set, the policy losses
+    gspo, sapo and geo_mean take seq-mean-token-mean, the one they are defined with."""
+    grad_clip: Annotated[float, Range(gt=0)] = 1.0
+    """Largest global gradient norm; a longer gradient is scaled down to it."""
+
+
+@dataclass(frozen=True)
+class ActorConfig(TrainedConfig):
+    """The policy update."""
+
     clip_ratio: Annotated[float, Range(gt=0)] = 0.2
     """PPO clip range ε: a probability ratio beyond 1 ± ε gives no further gradient."""
     clip_ratio_low: Annotated[float, Range(gt=0, le=1)] = option(0.2, link="${.clip_ratio}")
@@ -128,9 +149,6 @@ class ActorConfig:
     """Clip range above 1; null follows `clip_ratio`."""
     clip_ratio_c: Annotated[float, Range(gt=1)] = 3.0
     """Dual clip: for negative advantages the loss stops growing once the ratio exceeds this."""
-    loss_agg_mode: LossAggMode = "token-mean"
-    """How per-token losses become one number, always over the whole mini-batch; unless it is set, gspo, sapo and
-    geo_mean take seq-mean-token-mean, the one they are defined with."""
     loss_scale_factor: Annotated[float, Range(gt=0)] | None = option(
         None, needs=Needs(".loss_agg_mode", ("seq-mean-token-sum-norm",))
     )
@@ -146,12 +164,6 @@ class ActorConfig:
     keeps the value and takes k2's gradient."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """The form of the policy loss."""
-    ppo_epochs: Positive = 1
-    """Passes over each step's samples."""
-    shuffle: bool = False
-    """Shuffle the prompts into new mini-batches for each of the `ppo_epochs`."""
-    grad_clip: Annotated[float, Range(gt=0)] = 1.0
-    """Largest global gradient norm; a longer gradient is scaled down to it."""
     use_torch_compile: bool = True
     """Let `torch.compile` fuse the actor's log-probabilities and entropies on CUDA, where Triton and a C compiler are
     installed; on other devices nothing is compiled."""
@@ -167,8 +179,10 @@ class ActorConfig:
 class RefConfig:
     """Log-probabilities under the frozen reference model, used with a KL term."""
 
-    fsdp_config: RefFsdpConfig = option(RefFsdpConfig, needs=_OWN_REFERENCE)
-    """How the reference model is spread over its ranks."""
+    fsdp_config: RefFsdpConfig = option(
+        RefFsdpConfig, needs=_OWN_REFERENCE, follows=("actor_rollout_ref.actor.fsdp_config", RefFsdpConfig)
+    )
+    """How the reference model is spread over its ranks; what is not set here follows the actor."""
     log_prob_micro_batch_size_per_gpu: Positive | None = option(
         None, link="${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}", needs=_SAMPLED_KL
     )
@@ -179,5 +193,5 @@ class RefConfig:
         16384, link="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}", needs=_SAMPLED_KL
     )
     """Most tokens in one forward pass; null follows the actor."""
-    profiler: ProfilerConfig = option(ProfilerConfig, follows=True)
+    profiler: ProfilerConfig = option(ProfilerConfig, follows=("actor_rollout_ref.actor.profiler", ProfilerConfig))
     """Profiling of the reference model; what is not set here follows the actor's block."""

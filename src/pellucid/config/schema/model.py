@@ -12,8 +12,18 @@ _LORA = Needs("actor_rollout_ref.model.lora_rank", remedy="Set actor_rollout_ref
 
 
 @dataclass(frozen=True)
-class BaseModelConfig:
-    """What every model has, wherever its weights come from."""
+class LoadingConfig:
+    """How a model is loaded and run; the critic's follows the actor's in it."""
+
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations during the backward pass: less memory, about a third more arithmetic."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder; only for sources you trust."""
+
+
+@dataclass(frozen=True)
+class BaseModelConfig(LoadingConfig):
+    """What every language model has, wherever its weights come from."""
 
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null takes it from `path`."""
@@ -22,12 +32,8 @@ class BaseModelConfig:
     rounded away."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's own Hugging Face config to replace, e.g. `{attention_dropout: 0.0}`."""
-    enable_gradient_checkpointing: bool = False
-    """Recompute activations during the backward pass: less memory, about a third more arithmetic."""
     use_remove_padding: Literal[True] = True
     """Sequences are packed end to end, so that no arithmetic is spent on padding; there is no other way."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model folder; only for sources you trust."""
 
 
 @dataclass(frozen=True)

@@ -79,14 +79,10 @@ class TorchToolConfig:
 class TorchMemoryToolConfig:
     """Who holds memory: snapshots of CUDA's allocator, or on a CPU the profiler's memory events."""
 
-    trace_alloc_max_entries: Annotated[int, Range(ge=1)] = option(
-        100000, link="${global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries}"
-    )
-    """Most allocations and frees that are kept on CUDA, the latest (on a CPU all are); null follows the global key."""
-    stack_depth: Annotated[int, Range(ge=1)] = option(
-        32, link="${global_profiler.global_tool_config.torch_memory.stack_depth}"
-    )
-    """Most frames of an allocation's stack; null follows the global key."""
+    trace_alloc_max_entries: Annotated[int, Range(ge=1)] = 100000
+    """Most allocations and frees that are kept on CUDA, the latest; on a CPU all are."""
+    stack_depth: Annotated[int, Range(ge=1)] = 32
+    """Most frames of an allocation's stack."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,10 @@ class RoleToolConfig:
     """The profiler of Ascend NPUs (`torch_npu.profiler`)."""
     torch: TorchToolConfig = field(default_factory=TorchToolConfig)
     """PyTorch's own profiler."""
-    torch_memory: TorchMemoryToolConfig = field(default_factory=TorchMemoryToolConfig)
-    """Who holds memory: snapshots of CUDA's allocator, or on a CPU the profiler's memory events."""
+    torch_memory: TorchMemoryToolConfig = option(
+        TorchMemoryToolConfig, follows=("global_profiler.global_tool_config.torch_memory", TorchMemoryToolConfig)
+    )
+    """Who holds memory; what is not set here follows the global keys."""
 
 
 @dataclass(frozen=True)
@@ -189,16 +187,6 @@ class GlobalNsysConfig:
 
 
 @dataclass(frozen=True)
-class GlobalTorchMemoryConfig:
-    """Memory snapshots."""
-
-    trace_alloc_max_entries: Annotated[int, Range(ge=1)] = 100000
-    """Most allocations and frees that are kept on CUDA, the latest; on a CPU all are."""
-    stack_depth: Annotated[int, Range(ge=1)] = 32
-    """Most frames of an allocation's stack."""
-
-
-@dataclass(frozen=True)
 class PrecisionDebuggerConfig:
     """Numbers of every layer, to find the first wrong one; the steps are `global_profiler.steps`, each stage a
     capture.
@@ -231,7 +219,7 @@ class GlobalToolConfig:
 
     nsys: GlobalNsysConfig = field(default_factory=GlobalNsysConfig)
     """NVIDIA Nsight Systems."""
-    torch_memory: GlobalTorchMemoryConfig = field(default_factory=GlobalTorchMemoryConfig)
+    torch_memory: TorchMemoryToolConfig = field(default_factory=TorchMemoryToolConfig)
     """Memory snapshots."""
     precision_debugger: PrecisionDebuggerConfig = field(default_factory=PrecisionDebuggerConfig)
     """Numbers of every layer, to find the first wrong one."""
@@ -249,7 +237,7 @@ class GlobalProfilerConfig:
     """Folder for the files; null: `profile` in the run's folder."""
     profile_continuous_steps: bool = False
     """Let neighbouring steps share one capture, where captures are of whole steps."""
-    controller: bool | None = None
+    controller: bool | None = option(None, needs=Needs(".tool", ("torch", "torch_memory", "nsys", "npu")))
     """Capture the controller's process too; null: with nsys alone."""
     max_bytes: Annotated[int, Range(ge=1)] = 2 * 1024**3
     """Most bytes of captures a process writes; beyond that it collects no more, and says so."""

@@ -84,5 +84,5 @@ class RolloutConfig:
     """A deliberate gap between sampling and training, to study its correction; validation is not touched."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     """Sampling during validation."""
-    profiler: ProfilerConfig = option(ProfilerConfig, follows=True)
+    profiler: ProfilerConfig = option(ProfilerConfig, follows=("actor_rollout_ref.actor.profiler", ProfilerConfig))
     """Profiling of the engine; what is not set here follows the actor's block. Ranks are numbers of engines."""

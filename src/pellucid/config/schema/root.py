@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pellucid.algo.catalog import estimator_entry
 from pellucid.config.fields import Range, option
-from pellucid.config.schema.actor import ActorConfig, OptimConfig, RefConfig
+from pellucid.config.schema.actor import ActorConfig, OptimConfig, RefConfig, UpdateConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
 from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.data import DataConfig, SftDataConfig
@@ -41,7 +41,7 @@ class RunConfig:
     """The prompts, and how many make a step."""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     """The policy: model, update, reference and sampling."""
-    critic: CriticConfig = option(CriticConfig, needs=CRITIC)
+    critic: CriticConfig = option(CriticConfig, needs=CRITIC, follows=("actor_rollout_ref.actor", UpdateConfig))
     """The value model, loaded only for estimators that have one."""
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     """How a response is scored."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from pellucid.algo.catalog import loss_entry
 from pellucid.config.schema import RunConfig
@@ -88,7 +89,7 @@ def _bypass(config: RunConfig) -> Iterator[UserError]:
             yield UserError(f"algorithm.rollout_rs[{index}].level", reason, remedy)
 
 
-def unusual(config: RunConfig) -> Iterator[str]:
+def unusual(config: RunConfig, _: dict[str, Any]) -> Iterator[str]:
     """Yield a line about a veto that is allowed and seldom meant."""
     veto = config.algorithm.rollout_is_veto_threshold
     if config.algorithm.rollout_is_threshold is not None and veto is not None and veto >= 0.5:

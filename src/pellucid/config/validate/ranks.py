@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from pellucid.config.schema import RunConfig
-from pellucid.config.validate.effects import Changed
+from pellucid.config.schema.profiler import PROFILED_SECTIONS
+from pellucid.config.schema.sharding import RefFsdpConfig
 from pellucid.errors import UserError
 
 
@@ -62,28 +64,23 @@ def absent_roles(config: RunConfig) -> dict[str, str]:
 def _copies(config: RunConfig) -> Iterator[UserError]:
     """Yield a mistake for each model whose copies do not fill its ranks."""
     policy = config.actor_rollout_ref
-    models = {"actor_rollout_ref.actor": ("actor", policy.actor.fsdp_config.fsdp_size)}
+    models: dict[str, RefFsdpConfig] = {"actor": policy.actor.fsdp_config}
     if config.has_own_reference:
-        models["actor_rollout_ref.ref"] = ("ref", policy.ref.fsdp_config.fsdp_size)
+        models["ref"] = policy.ref.fsdp_config
     if config.has_critic:
-        models["critic"] = ("critic", config.critic.fsdp_config.fsdp_size)
-    for section, (role, size) in models.items():
-        ranks = config.pool_ranks(role)
+        models["critic"] = config.critic.fsdp_config
+    for role, fsdp in models.items():
+        size, ranks = fsdp.fsdp_size, config.pool_ranks(role)
         if size != -1 and (size == 0 or ranks % size):
             reason = f"copies of the model over {size} ranks each do not come out with {ranks} ranks in all."
             remedy = f"Set it to a divisor of {ranks}, or to -1 for one copy over all of them."
-            yield UserError(f"{section}.fsdp_config.fsdp_size", reason, remedy)
+            yield UserError(f"{PROFILED_SECTIONS[role]}.fsdp_config.fsdp_size", reason, remedy)
 
 
-def unusual(config: RunConfig, changed: dict[str, Changed]) -> Iterator[str]:
-    """Yield a line for each setting that is allowed but changes nothing here.
-
-    Args:
-        config: the whole config.
-        changed: what `effects.changed_keys` found.
-    """
+def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each setting that is allowed but changes nothing here."""
     trainer = config.trainer
-    offloads = [key for key, change in changed.items() if key.endswith("_offload") and change.value]
+    offloads = [key for key, value in changed.items() if key.endswith("_offload") and value]
     if offloads and trainer.device == "cpu":
         yield f"On a CPU there is nothing to offload to, so these change nothing: {', '.join(offloads)}"
     if trainer.max_restarts and trainer.save_freq < 1:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from pellucid.algo.catalog import estimator_entry, loss_entry
 from pellucid.config.fields import yaml_word
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.actor import ActorConfig
 from pellucid.config.schema.critic import CriticConfig
-from pellucid.config.schema.trainer import TrainerConfig
 from pellucid.errors import UserError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -49,15 +49,6 @@ def _run(config: RunConfig) -> Iterator[UserError]:
         yield UserError("trainer.resume_from_path", reason, "Set it to a folder such as …/checkpoints/global_step_20.")
     if (custom.path is None) != (custom.name is None):
         yield UserError("data.custom_cls", "path and name go together.", "Set both, or neither.")
-    if trainer.total_training_steps is not None:
-        yield from critic_warmup_mistakes(trainer, trainer.total_training_steps)
-
-
-def critic_warmup_mistakes(trainer: TrainerConfig, total_steps: int) -> Iterator[UserError]:
-    """Yield a mistake when the critic's head start lasts the whole run; `build_plan` asks once it knows the length."""
-    if not trainer.val_only and total_steps <= trainer.critic_warmup:
-        reason = f"the policy rests for {trainer.critic_warmup} steps, and the run has {total_steps}: it never learns."
-        yield UserError("trainer.critic_warmup", reason, f"Set it below {total_steps}, or make the run longer.")
 
 
 def _sampling(config: RunConfig) -> Iterator[UserError]:
@@ -125,9 +116,6 @@ def _loss(config: RunConfig) -> Iterator[UserError]:
     if algorithm.use_kl_in_reward and not config.sums_rewards:
         reason = f"{algorithm.adv_estimator} normalises the components of the reward; the KL penalty would be lost."
         yield UserError("algorithm.use_kl_in_reward", reason, f"Set {ACTOR}.use_kl_loss: true instead.")
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.kl_coef == 0:
-        reason = "adaptive control multiplies the weight each step, and 0 stays 0."
-        yield UserError("algorithm.kl_ctrl.kl_coef", reason, "Set it above 0, e.g. 0.001, or type: fixed.")
 
 
 def _update(section: str, part: ActorConfig | CriticConfig, config: RunConfig, role: str) -> Iterator[UserError]:
@@ -175,7 +163,7 @@ def _budget(key: str, budget: int, config: RunConfig) -> Iterator[UserError]:
         yield UserError(key, reason, f"Set it to at least {prompt + response}, or lower data.max_*_length.")
 
 
-def unusual(config: RunConfig) -> Iterator[str]:
+def unusual(config: RunConfig, _: dict[str, Any]) -> Iterator[str]:
     """Yield lines about settings that are allowed and seldom meant."""
     if config.actor_rollout_ref.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are both on: the KL penalty counts twice."
