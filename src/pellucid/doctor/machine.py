@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 
-PROC_CGROUP, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -57,8 +56,8 @@ def read_machine(device: str) -> Machine:
 
     from pellucid.devices import choose_device
 
-    kind = choose_device(device).type
-    memory, limits = psutil.virtual_memory(), memory_limits()
+    kind, memory = choose_device(device).type, psutil.virtual_memory()
+    limits = [(limit, int((group / "memory.current").read_text())) for group, [limit] in group_limits("memory.max")]
     devices = []
     if kind != "cpu":
         module = torch.get_device_module(kind)
@@ -69,41 +68,28 @@ def read_machine(device: str) -> Machine:
         kind=kind,
         devices=tuple(devices),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        core_quota=min(core_quotas(), default=None),
+        core_quota=min((quota / period for _, [quota, period] in group_limits("cpu.max")), default=None),
         memory_bytes=min([memory.total, *(limit for limit, _ in limits)]),
         free_memory_bytes=min([memory.available, *(max(0, limit - used) for limit, used in limits)]),
         free_shared_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None,
     )
 
 
-def core_quotas(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[float]:
-    """Return the cores' worth of time that each control group of this process allows, where there is a limit."""
-    pairs = [text.split() for text in _limits("cpu.max", proc, root)]
-    return [int(quota) / int(period) for quota, period in pairs if quota.isdigit()]
-
-
-def memory_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[tuple[int, int]]:
-    """Return bytes allowed and bytes used of each control group that this process is in and that has a limit."""
-    pairs = zip(_limits("memory.max", proc, root), _limits("memory.current", proc, root))
-    return [(int(limit), int(used)) for limit, used in pairs if limit.isdigit()]
-
-
-def process_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[int]:
-    """Return how many processes and threads each control group of this process allows, where there is a limit."""
-    return [int(text) for text in _limits("pids.max", proc, root) if text.isdigit()]
-
-
-def _limits(name: str, proc: Path, root: Path) -> Iterator[str]:
-    """Yield the texts of the files called `name` in the control groups (version 2) of this process, innermost first.
+def group_limits(
+    name: str, proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[Path, list[int]]]:
+    """Yield each control group (version 2) around this process that sets a limit, innermost first, with its numbers.
 
     Args:
-        name: the file's name.
+        name: the file that has the limit, e.g. `memory.max`.
         proc: the file that names this process's group.
         root: where the groups are mounted.
     """
     for line in proc.read_text().splitlines() if proc.is_file() else []:
         # Inside a container the path may be the host's, of which the container sees the innermost folder as the mount.
         inner = Path(line.strip().partition("::")[2].lstrip("/"))
-        for file in (root / folder / name for folder in (inner, *inner.parents)):
-            if line.startswith("0::") and os.access(file, os.R_OK):
-                yield file.read_text().strip()
+        for group in (root / folder for folder in (inner, *inner.parents)):
+            if line.startswith("0::") and os.access(group / name, os.R_OK):
+                words = (group / name).read_text().split()
+                if words[0] != "max":
+                    yield group, [int(word) for word in words]

@@ -6,38 +6,25 @@ import ipaddress
 import resource
 import socket
 
-import psutil
-
 from pellucid.config.plan import counted
 from pellucid.doctor.findings import Finding
-from pellucid.doctor.machine import process_limits
+from pellucid.doctor.machine import group_limits
 
-_RAY_PORT = 6379
 _OPEN_FILES = 4096
 """Below this Ray warns of failing connections."""
 _CLUSTER_THREADS, _RANK_THREADS = 200, 64
 """Threads of a one-machine cluster and of a rank: 160 and 24 were counted with two cores, before any model computes."""
 
 
-def check_ray_port(port: int = _RAY_PORT) -> Finding:
+def check_ray_port(port: int = 6379) -> Finding:
     """Look for a cluster that already runs on this machine, whose devices a second one would share unknowingly."""
     with socket.socket() as client:
         client.settimeout(1)
         if client.connect_ex(("127.0.0.1", port)) != 0:
             return Finding("ray port", f"nothing listens on {port}")
-    found = f"{port} is taken{_holder(port)}: a Ray cluster may be running here"
+    found = f"{port} is taken: a Ray cluster may be running here"
     remedy = "Join it (trainer.ray_address: auto) or end it (`ray stop`): two clusters count the same devices twice."
     return Finding("ray port", found, "warning", remedy)
-
-
-def _holder(port: int) -> str:
-    """Return the process that listens on a port, as far as this user may know."""
-    try:
-        connections = psutil.net_connections("tcp")
-    except psutil.AccessDenied:
-        return ""
-    listening = (each for each in connections if each.status == psutil.CONN_LISTEN and each.pid)
-    return next((f" by process {each.pid}" for each in listening if each.laddr and each.laddr.port == port), "")
 
 
 def check_host_name() -> Finding:
@@ -57,18 +44,16 @@ def check_host_name() -> Finding:
 
 def check_open_files() -> Finding:
     """Check how many files and connections a process may have open; Ray raises the soft limit by itself."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = ("no limit" if value < 0 else str(value) for value in limits)
-    enough = limits[1] == resource.RLIM_INFINITY or limits[1] >= _OPEN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     how = "ulimit -Hn, /etc/security/limits.conf, or docker run --ulimit nofile=…"
-    remedy = "" if enough else f"Raise it to {2 * _OPEN_FILES}, Ray needs {_OPEN_FILES}: {how}"
-    return Finding.judged("open files", f"{soft}, at most {hard}", remedy)
+    remedy = f"Raise it to {2 * _OPEN_FILES}, Ray needs {_OPEN_FILES}: {how}" if 0 <= hard < _OPEN_FILES else ""
+    return Finding.judged("open files", f"{soft}, at most {hard if hard >= 0 else 'any number'}", remedy)
 
 
 def check_processes(num_ranks: int) -> Finding:
     """Check that this user and this container may have the processes and threads of `num_ranks` ranks and of Ray."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limits = [*([] if soft == resource.RLIM_INFINITY else [soft]), *process_limits()]
+    limits = [*([] if soft == resource.RLIM_INFINITY else [soft]), *(limit for _, [limit] in group_limits("pids.max"))]
     if not limits:
         return Finding("processes", "no limit")
     needed = _CLUSTER_THREADS + num_ranks * _RANK_THREADS

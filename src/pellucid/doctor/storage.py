@@ -45,11 +45,8 @@ def checkpoint_bytes(config: RunConfig, plan: Plan | None) -> int | None:
     memory, copy = plan.memory, config.copy_ranks("actor")
     critic = (memory.critic + plan.pool_bytes.get("critic", 0)) * config.copy_ranks("critic")
     # What has a gradient is saved; of the critic's four numbers a weight, the gradient is not.
-    parts = {
-        "model": memory.gradients * copy + critic // 4,
-        "optimizer": memory.optimizer * copy + critic // 2,
-        "hf_model": memory.weights * copy,
-    }
+    parts = {"model": memory.gradients * copy + critic // 4, "optimizer": memory.optimizer * copy + critic // 2}
+    parts["hf_model"] = memory.weights * copy
     return sum(parts.get(part, 0) for part in config.actor_rollout_ref.actor.checkpoint.save_contents)
 
 
@@ -69,23 +66,19 @@ def check_run_directory(config: RunConfig, bytes_each: int | None) -> Finding:
     found = f"{run_dir.path}: {size(free)} free"
     if bytes_each is None:
         return Finding(name, f"{found}; the size of a checkpoint is not known")
-    to_come, room = _checkpoints_to_come(config, run_dir), free // bytes_each
-    if to_come is None:
-        found += f", room for {room} checkpoints of {size(bytes_each)}; every one is kept"
-        return Finding.judged(name, found, "" if room >= _PLENTY else "Set trainer.max_actor_ckpt_to_keep, e.g. to 2.")
-    found += f"; {to_come} × {size(bytes_each)} = {size(to_come * bytes_each)} for checkpoints"
-    remedy = "Free some space, lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir."
-    return Finding.judged(name, found, remedy if to_come > room else "", "problem")
-
-
-def _checkpoints_to_come(config: RunConfig, run_dir: RunDir) -> int | None:
-    """Return how many more checkpoints must fit at once; None when all are kept and their number is not known."""
     trainer, there = config.trainer, len(CheckpointStore(run_dir.checkpoints).steps())
     steps, keep = trainer.total_training_steps, trainer.max_actor_ckpt_to_keep
     saved = 1 if trainer.save_freq < 1 else math.inf if steps is None else math.ceil(steps / trainer.save_freq)
     # A checkpoint is written whole before the oldest is deleted: one more than is kept must fit.
     most = min(saved, math.inf if keep is None else keep + 1)
-    return None if most == math.inf else max(1, int(most) - there)
+    if most == math.inf:
+        room = free // bytes_each
+        found += f", room for {room} checkpoints of {size(bytes_each)}; every one is kept"
+        return Finding.judged(name, found, "" if room >= _PLENTY else "Set trainer.max_actor_ckpt_to_keep, e.g. to 2.")
+    needed = max(1, int(most) - there) * bytes_each
+    found += f"; {needed // bytes_each} × {size(bytes_each)} = {size(needed)} for checkpoints"
+    remedy = "Free some space, lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir."
+    return Finding.judged(name, found, remedy if needed > free else "", "problem")
 
 
 def check_shared_folder(config: RunConfig) -> Finding:
@@ -120,16 +113,13 @@ def check_shared_memory(machine: Machine, num_ranks: int, step_bytes: int) -> Fi
     if free is None:
         return Finding(name, "none, so Ray takes the disk")
     store = min(int(_RAY_STORE_SHARE * machine.free_memory_bytes), _RAY_STORE_BYTES)
+    if machine.kind == "cuda" and num_ranks > 1 and free < _NCCL_BYTES:
+        status, why = "problem", f"; NCCL fails with less than about {size(_NCCL_BYTES)}"
+    elif free < max(step_bytes, store):
+        status = "warning"
+        why = f"; one step takes up to {size(step_bytes)}, Ray asks for {size(store)} and falls back to the disk"
+    else:
+        return Finding(name, f"{size(free)} free")
     enough = math.ceil(max(store, 2 * step_bytes, 2 * _NCCL_BYTES) / 2**30)
     remedy = f"Enlarge it: docker run --shm-size={enough}g; in Kubernetes an emptyDir with medium: Memory at /dev/shm."
-    wanted = {
-        f"NCCL fails with less than about {size(_NCCL_BYTES)}": _NCCL_BYTES
-        * (machine.kind == "cuda" and num_ranks > 1),
-        f"the samples of one step take up to {size(step_bytes)}": step_bytes,
-        f"Ray asks for {size(store)} and falls back to the disk": store,
-    }
-    missed = next((why for why, num_bytes in wanted.items() if free < num_bytes), "")
-    status = "problem" if missed.startswith("NCCL") else "warning"
-    return Finding.judged(
-        name, "; ".join(filter(None, [f"{size(free)} free", missed])), remedy if missed else "", status
-    )
+    return Finding(name, f"{size(free)} free{why}", status, remedy)
