@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pellucid.algo.policy_loss import vanilla
 from pellucid.observe.process import ProcessProfiler
-from pellucid.precision.naming import named_modules
+from pellucid.precision.capture import named_modules
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.decoder import Decoder
 from pellucid.stages import Probes

@@ -16,9 +16,9 @@ from pellucid.observe.manifest import read_journals
 from pellucid.observe.process import ProcessProfiler, ProfilerError
 from pellucid.observe.request import ProcessRequest, RoleRequest
 from pellucid.observe.spans import SpanRecorder
+from pellucid.precision.capture import entry_prefix, named_modules
 from pellucid.precision.dump import StageDump, TensorStats, leaves
 from pellucid.precision.dump_files import find_dumps, read_dump
-from pellucid.precision.naming import entry_prefix, named_modules
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.requests import SamplingParams
 from pellucid.stages import Stage

@@ -9,19 +9,19 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pellucid.precision.dump import About, Entry, StageDump, TensorStats
 from pellucid.precision.dump_files import write_dump
-from pellucid.precision.naming import entry_prefix, named_modules
 from pellucid.precision.operators import OperatorRecorder
 from pellucid.precision.recorder import Recorder
 from pellucid.stages import TokenSpans
@@ -29,8 +29,6 @@ from pellucid.stages import TokenSpans
 HEAD = "Module.scores.TokenScores"
 """Entries of what the output head, which is no module, makes of the final hidden states."""
 LOSS = "Module.loss.Loss"
-REFERENCE = "reference."
-"""What the names of a reference's modules begin with, beside those of the model that is trained."""
 
 
 class NativeSession:
@@ -38,7 +36,6 @@ class NativeSession:
 
     Args:
         models: what the stage runs; each chunk of a model that is cut into several.
-        reference: of these all names begin with `reference.`; an exact KL runs them on the same passes.
         about: whose capture it is; the session fills in times, passes and how it ended.
         modules: record calls of modules.
         operators: record calls of PyTorch's functions.
@@ -49,13 +46,12 @@ class NativeSession:
         models: Sequence[torch.nn.Module],
         about: About,
         *,
-        reference: Sequence[torch.nn.Module] = (),
         modules: bool = True,
         operators: bool = False,
     ) -> None:
         self.error: Exception | None = None
         """What a hook raised; nothing was recorded after it."""
-        self._named = [*named_modules(models), *named_modules(reference, REFERENCE)]
+        self._named = [*named_modules(models)]
         self._about, self._with_modules = about, modules
         first = next((parameter for model in models for parameter in model.parameters()), None)
         self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
@@ -285,6 +281,28 @@ class NativeSession:
     def _inside(self) -> str | None:
         """Return the entry of the module that is running."""
         return self._running[-1][0] if self._running else None
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """Return the class that the model's author wrote: FSDP2 puts one of its own in its place."""
+    kind = type(module)
+    return kind.__bases__[1].__name__ if isinstance(module, FSDPModule) else kind.__name__
+
+
+def named_modules(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield path and module of all that is inside the models, outermost first.
+
+    Paths in a model of several chunks begin with the chunk's number, as msprobe has it.
+    """
+    for index, model in enumerate(models):
+        for path, module in model.named_modules():
+            if path:
+                yield f"{index}.{path}" if len(models) > 1 else path, module
+
+
+def entry_prefix(path: str, module: torch.nn.Module) -> str:
+    """Return what the names of a module's entries begin with, e.g. `Module.model.norm.LlamaRMSNorm`."""
+    return f"Module.{path}.{class_name(module)}"
 
 
 def _reads_once(module: torch.nn.Module) -> bool:

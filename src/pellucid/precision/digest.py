@@ -5,15 +5,16 @@ Reads captures through `dump_files.py`; `pellucid precision digest` prints what 
 
 import hashlib
 import json
-import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from pellucid.errors import UserError
-from pellucid.precision.dump import DumpRef, TensorStats
-from pellucid.precision.dump_files import find_dumps, read_dump
+from pellucid.precision.dump_files import CAPTURE, DUMP, find_dumps
+
+_ADDED_UP = re.compile(rb'"(Max|Min|Mean|Norm)": ?[^,]+,')
+"""Statistics that follow from the values: their last bits depend on what added them up, and checksums tell all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +39,28 @@ def digest(path: Path) -> list[StepDigest]:
     """Return the digest of each captured step of a run, or of any folder that `find_dumps` takes.
 
     Raises:
-        UserError: there are no captures there, one cannot be read, or one has tensors without a checksum.
+        UserError: there are no captures there, or one has tensors without a checksum.
     """
-    refs_of: dict[int, list[DumpRef]] = {}
+    of_step: dict[int, dict[str, list[str]]] = {}
+    cut_short: set[int] = set()
     for ref in find_dumps(path):
-        refs_of.setdefault(ref.step, []).append(ref)
-    return [_of_step(step, refs) for step, refs in sorted(refs_of.items())]
-
-
-def _of_step(step: int, refs: list[DumpRef]) -> StepDigest:
-    of_stage: dict[str, list[str]] = {}
-    complete = True
-    for ref in refs:
-        dump = read_dump(ref.folder)
-        bits = partial(_bits, ref.folder)
-        own = _combined(json.dumps([entry.name, entry.groups], default=bits) for entry in dump.entries)
-        of_stage.setdefault(ref.stage, []).append(f"{ref.replica} {ref.call} {ref.rank} {own}")
-        complete &= dump.about.complete
-    stages = {stage: _combined(members) for stage, members in of_stage.items()}
-    return StepDigest(step, _combined(f"{stage} {of}" for stage, of in stages.items()), stages, complete)
-
-
-def _bits(folder: Path, stats: TensorStats) -> str:
-    """Return what of a tensor in an entry is part of the digest."""
-    if stats.checksum is None and math.prod(stats.shape) > 0:
-        raise UserError(
-            str(folder),
-            "has tensors without a checksum; of msprobe's captures only those in its md5 mode have them.",
-            'Capture with backend: native, or set "summary_mode": "md5" in the statistics section of msprobe\'s JSON.',
-        )
-    return f"{stats.dtype}{list(stats.shape)}{stats.checksum}{stats.shard}"
+        text, about = (ref.folder / DUMP).read_bytes(), json.loads((ref.folder / CAPTURE).read_bytes())
+        if about["backend"] == "msprobe" and b'"md5"' not in text:
+            raise UserError(
+                str(ref.folder),
+                "has tensors without a checksum; of msprobe's captures only those in its md5 mode have them.",
+                'Capture with backend: native, or set "summary_mode": "md5" in the statistics section of its JSON.',
+            )
+        own = hashlib.blake2b(_ADDED_UP.sub(b"", text), digest_size=8).hexdigest()
+        stages = of_step.setdefault(ref.step, {})
+        stages.setdefault(ref.stage, []).append(f"{ref.replica} {ref.call} {ref.rank} {own}")
+        cut_short |= set() if about["complete"] else {ref.step}
+    digests = []
+    for step, captures in sorted(of_step.items()):
+        stages = {stage: _combined(members) for stage, members in captures.items()}
+        whole = _combined(f"{stage} {of}" for stage, of in stages.items())
+        digests.append(StepDigest(step, whole, stages, step not in cut_short))
+    return digests
 
 
 def _combined(parts: Iterable[str]) -> str:

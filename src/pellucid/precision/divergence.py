@@ -183,10 +183,10 @@ def kind_of(calls: Calls, change: Change) -> tuple[Kind, int]:
         return Kind.PARAMETER_GRADIENT, change.call
     if change.part is Part.OUTPUT:
         return Kind.OUTPUT, change.call
-    if name.direction == BACKWARD and calls.begins_backward(change.call):
-        return Kind.LOSS, change.call
-    outer = calls.module_round(change.call)
-    return (Kind.INPUTS, change.call) if outer is None else (Kind.INSIDE, outer)
+    outer, is_backward = calls.module_round(change.call), name.direction == BACKWARD
+    if outer is None or (is_backward and calls.begins_backward(change.call)):
+        return (Kind.LOSS if is_backward else Kind.INPUTS), change.call
+    return Kind.INSIDE, outer
 
 
 def quantity(name: CallName, part: Part) -> str:

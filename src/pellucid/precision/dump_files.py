@@ -15,9 +15,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from pellucid.errors import UserError
 from pellucid.files.rundir import atomic_open, atomic_write
 from pellucid.precision.dump import VERSION, About, DumpRef, Entry, Pass, StageDump, TensorStats
@@ -55,6 +52,8 @@ def write_dump(folder: Path, dump: StageDump) -> list[Path]:
     atomic_write(folder / STACK, "{}\n")
     files = [folder / DUMP, folder / CONSTRUCT, folder / STACK]
     if dump.samples is not None:
+        import pyarrow.parquet as pq  # runs that capture nothing do without
+
         with atomic_open(folder / SAMPLES) as handle:
             pq.write_table(dump.samples, handle, compression="zstd")
         files.append(folder / SAMPLES)
@@ -121,6 +120,8 @@ def read_dump(folder: Path) -> StageDump:
     if not (folder / CAPTURE).is_file():
         reason = f"holds no whole capture (no {CAPTURE})."
         raise UserError(str(folder), reason, "Give the folder of a rank's capture.")
+    import pyarrow.parquet as pq
+
     try:
         about, parents = _read_about(folder), json.loads((folder / CONSTRUCT).read_bytes())
         entries = [
@@ -128,7 +129,7 @@ def read_dump(folder: Path) -> StageDump:
             for name, groups in json.loads((folder / DUMP).read_bytes())["data"].items()
         ]
         samples = pq.read_table(folder / SAMPLES) if (folder / SAMPLES).exists() else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"has a file that is torn, or of no capture ({type(error).__name__}: {error})."
         raise UserError(str(folder), reason, "Capture the stage again, or give another folder.") from error
     return StageDump(about, entries, samples, folder)

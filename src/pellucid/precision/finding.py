@@ -6,28 +6,20 @@ send theirs to the controller, and `finding.json` keeps the earliest. No torch h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, cast
 
-from pellucid.errors import NORMALISER, NonFiniteError
-from pellucid.precision.dump import DumpRef, StageDump, leaves
+from pellucid.precision.dump import DumpRef, StageDump
 
-if TYPE_CHECKING:
-    from pellucid.precision.compare import Divergence
-
-_Direction = Literal["forward", "backward", "optimizer"]
+Direction = Literal["forward", "backward", "optimizer"]
 HEAD, LOSS, BATCH = "the head", "the loss", "the batch"
 _MAX_SHOWN = 4
-_NOT_FOUND_AGAIN = "the same passes, repeated at once, gave finite numbers in every module: "
-_CHANCE = "it is not reproducible (failing hardware, or a race)"
-_OUTSIDE: dict[str, tuple[_Direction, str]] = {
-    "grad_norm": ("backward", "every gradient is finite and their norm overflows"),
-    NORMALISER: ("forward", "the logits that are drawn from overflow in their scaling or softmax"),
-}
-"""By quantity, what may overflow although no module has a flag."""
+_NOT_FOUND_AGAIN = (
+    "the same passes, repeated at once, gave finite numbers in every module: what is made of those overflows (a sum, a "
+    "norm, a softmax), or it is not reproducible (failing hardware, or a race)"
+)
 
 
 @dataclass(slots=True)
@@ -38,11 +30,11 @@ class Finding:
     """A module's name in the model (`model.layers.3.mlp.down_proj`), a parameter's, or `the loss`."""
     kind: str
     """The module's class; empty for what is no module."""
-    direction: _Direction
+    direction: Direction
     what: str
     """`NaN`, `Inf` or `NaN and Inf`."""
     cause: str
-    """A clause on what is and what is not in order there, e.g. `its inputs and weights are finite`."""
+    """A clause on what is and what is not in order there: why it is this place."""
     tensor: str = ""
     """Which tensor, and how many of its values, e.g. `output.0: 3 NaN of 1,536 values`."""
     samples: list[str] = field(default_factory=list)
@@ -80,56 +72,30 @@ class Finding:
         return {"sentence": self.sentence(), **asdict(self)}
 
 
-def not_found_again(place: str, kind: str, what: str) -> Finding:
-    """Return the finding of a module's flag that no repetition has explained."""
-    return Finding(place, kind, "forward", what, _NOT_FOUND_AGAIN + _CHANCE, reproduced=False)
-
-
-def outside_of_modules(error: NonFiniteError) -> Finding:
-    """Return the finding of a failure for which no module has a flag, and that no repetition has explained."""
-    elsewhere: tuple[_Direction, str] = "forward", "what is computed outside of modules overflows"
-    direction, overflows = _OUTSIDE.get(error.quantity.rpartition("/")[2], elsewhere)
-    what, cause = "NaN" if math.isnan(error.value) else "Inf", f"{_NOT_FOUND_AGAIN}{overflows}, or {_CHANCE}"
-    return Finding(error.quantity, "", direction, what, cause, reproduced=False)
+def not_found_again(place: str, kind: str, what: str, direction: Direction = "forward") -> Finding:
+    """Return the finding of a failure that no repetition has explained."""
+    return Finding(place, kind, direction, what, _NOT_FOUND_AGAIN, reproduced=False)
 
 
 def first_bad(dump: StageDump) -> Finding | None:
     """Return the first NaN or Inf of a capture in execution order, or None."""
     # Every run has findings' types at hand, and few ever read a capture.
-    from pellucid.precision.calls import BACKWARD
     from pellucid.precision.compare import check_stage
-    from pellucid.precision.divergence import Kind
+    from pellucid.precision.divergence import REASONS, Kind
     from pellucid.precision.matching import place_of
 
     about = dump.about
     ref = DumpRef(about.step, about.stage, about.call, about.rank, None, Path())
     if (found := check_stage(place_of(ref, ref), dump).divergence) is None:
         return None
-    [entry] = [entry for entry in dump.entries if entry.name == found.entry]
-    stats = dict(leaves(entry))[found.path]
-    kinds = " and ".join(name for name, count in (("NaN", stats.num_nan), ("Inf", stats.num_inf)) if count)
-    place, kind = {"scores": (HEAD, ""), "loss": (LOSS, "")}.get(found.module, (found.module, found.module_class))
+    place, kind = {"scores": HEAD, "loss": LOSS}.get(found.module, found.module), found.module_class
     if found.kind in (Kind.INPUTS, Kind.LOSS):
-        place, kind = LOSS if found.direction == BACKWARD else BATCH, ""
-    direction: Any = found.direction
+        place, kind = BATCH if found.kind is Kind.INPUTS else LOSS, ""
+    counts, direction = found.what.partition(" of ")[0], cast(Direction, found.direction)
+    kinds = " and ".join(name for name in ("NaN", "Inf") if name in counts)
+    cause = REASONS[found.kind].format(clean="finite", seen_at=found.seen_at)
     tensor, order = f"{found.path}: {found.what}", (0, found.position)
-    return Finding(place, kind, direction, kinds, _cause(found), tensor, found.samples, order=order)
-
-
-def _cause(found: Divergence) -> str:
-    """Return what is in order there and what is not."""
-    is_backward = found.direction == "backward"
-    if found.kind == "inside":
-        return f"in what it computes itself before it calls {found.seen_at}; its inputs are finite"
-    if found.kind in ("inputs", "loss"):
-        return "the loss is finite, its gradient is not" if is_backward else f"it is an input of {found.module}"
-    if found.kind == "parameters":
-        return f"its inputs are finite, its {found.path.partition('.')[2]} is not"
-    if found.module in ("scores", "loss"):
-        return "all that modules have computed before it is finite"
-    if found.kind == "parameter gradient":
-        return "the gradient that comes in is finite, that of its parameters is not"
-    return "the gradient that comes in is finite" if is_backward else "its inputs and weights are finite"
+    return Finding(place, kind, direction, kinds, cause, tensor, found.samples, order=order)
 
 
 def earliest(findings: Iterable[Finding | None]) -> Finding | None:

@@ -5,10 +5,9 @@ Hooks of modules (`capture.py`) and of operators (`operators.py`) add to it; `du
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,6 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pellucid.precision.dump import Entry, Pass, TensorStats, leaves
 from pellucid.precision.statistics import Measurer, Spans
 from pellucid.stages import TokenSpan
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class Recorder:
@@ -80,10 +82,10 @@ class Recorder:
 
     def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> TensorStats:
         if self._num_tokens is None and self.passes and tensor.dim() == 2 and not tensor.is_floating_point():
-            self._num_tokens = tensor.numel()  # of the ids, which a pass reads first
+            num_tokens = self._num_tokens = tensor.numel()  # of the ids, which a pass reads first
             if spans := self.passes[-1].spans:
                 bounds = np.array([(span.start, span.start + span.length) for span in spans])
-                self._spans = Spans(bounds, self._num_tokens)
+                self._spans = Spans(bounds, num_tokens)
         shape = tensor.shape
         has_tokens = len(shape) > 1 and self._num_tokens == (shape[0] if len(shape) == 2 else shape[0] * shape[1])
         spans = self._spans if of_tokens and has_tokens else None
@@ -94,6 +96,8 @@ class Recorder:
 
     def dump(self) -> tuple[list[Entry], pa.Table | None]:
         """Copy the numbers from the device, once; return the entries with their statistics, and `StageDump.samples`."""
+        import pyarrow as pa  # runs that capture nothing do without
+
         found = self._measurer.fetch()
         row_of: dict[int, int] = {}
         for row, (stats, _) in enumerate(self._measured):

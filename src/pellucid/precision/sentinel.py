@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,10 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
-from pellucid.precision.capture import REFERENCE, NativeSession
+from pellucid.precision.capture import NativeSession, class_name
 from pellucid.precision.dump import About, StageDump
-from pellucid.precision.finding import HEAD, Finding, first_bad, not_found_again, outside_of_modules
-from pellucid.precision.naming import class_name
+from pellucid.precision.finding import HEAD, Direction, Finding, first_bad, not_found_again
 from pellucid.stages import PREFILL, ROLE_OF, Stage, TokenSpans, Unit
 
 OUTPUT = "the output of a module"
@@ -43,6 +42,7 @@ class Flags:
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
         self._of: list[tuple[str, str, str, int]] = []
+        """Of each flag place and class of the module, unit and number of the pass."""
         self._passes: Counter[str] = Counter()
         self._unit = ""
         self._first: Finding | None = None
@@ -72,19 +72,12 @@ class Flags:
 
     def first(self) -> Finding | None:
         """Return the first flag that is raised, in the order in which modules returned; waits for the device."""
-        if self._first is None:
-            by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-            for number, value in enumerate(self._kept):
-                by_kind[value.device, value.dtype].append(number)
-            raised: dict[int, float] = {}
-            for numbers in by_kind.values():
-                values = torch.stack([self._kept[number] for number in numbers]).tolist()
-                raised |= {number: value for number, value in zip(numbers, values) if not math.isfinite(value)}
-            if raised:
-                number = min(raised)
-                place, kind, unit, index = self._of[number]
-                self._first = not_found_again(place, kind, "NaN" if math.isnan(raised[number]) else "Inf")
-                self._first.unit, self._first.index, self._first.order = unit, index, (index, number)
+        values = torch.stack(self._kept).tolist() if self._kept else []
+        raised = next((number for number, value in enumerate(values) if not math.isfinite(value)), None)
+        if self._first is None and raised is not None:
+            place, kind, unit, index = self._of[raised]
+            self._first = not_found_again(place, kind, "NaN" if math.isnan(values[raised]) else "Inf")
+            self._first.unit, self._first.index, self._first.order = unit, index, (index, raised)
         self._kept.clear()
         self._of.clear()
         return self._first
@@ -101,8 +94,6 @@ class Sentinel:
         self._flags: Flags | None = None
         self._models: tuple[nn.Module, ...] = ()
         """Those of the stage that is watched."""
-        self._reference: tuple[nn.Module, ...] = ()
-        """Those that an exact KL runs on the same passes."""
         self._locating: Stage | None = None
         self._session: NativeSession | None = None
         """The capture of the pass in hand, where a stage is repeated."""
@@ -123,39 +114,34 @@ class Sentinel:
         if stage is None or not models:
             yield
             return
-        is_actor = ROLE_OF.get(stage) == "actor"
-        others = self.modules_of(Stage.REF_COMPUTE_LOG_PROB) if is_actor else ()
-        self._models, self._reference = models, tuple(module for module in others if module not in models)
+        self._models = models
         if self._locating:
             yield
             return
-        failure: NonFiniteError | None = None
         flags, before = Flags(), self._flags
 
         def hook(place: str, module: nn.Module, args: Any, output: Any) -> None:
             flags.add(place, class_name(module), output)
 
         handles = [
-            module.register_forward_hook(partial(hook, prefix + path or "the model"))
-            for prefix, those in (("", models), (REFERENCE, self._reference))
-            for model in those
+            module.register_forward_hook(partial(hook, path or "the model"))
+            for model in models
             for path, module in flagged_modules(model, samples=_model_stage(stage) is Stage.ROLLOUT_GENERATE)
         ]
         self._flags = flags
         try:
             yield
         except NonFiniteError as error:
-            failure = error
+            direction = "backward" if error.quantity.endswith("grad_norm") else "forward"
+            outside = not_found_again(error.quantity, "", "NaN" if math.isnan(error.value) else "Inf", direction)
+            self._finding = self._finding or flags.first() or outside
+            self._on_any_rank(True)
+            raise
         finally:
             self._flags = before
             for handle in handles:
                 handle.remove()
-        if failure is None:
-            self._raise_flag(flags.first())
-        else:
-            self._finding = self._finding or flags.first() or outside_of_modules(failure)
-            self._on_any_rank(True)
-            raise failure
+        self._raise_flag(flags.first())
 
     def locate(self, stage: Stage) -> None:
         """Let the next stage that is watched, a repetition of one that failed, be searched for where it goes wrong."""
@@ -212,7 +198,9 @@ class Sentinel:
         if not self._locating or not self._captures:
             yield
             return
-        self._session = session = NativeSession(self._models, self._about(self._locating), reference=self._reference)
+        stage, now = _model_stage(self._locating), time.time()
+        about = About(backend="native", level="L0", stage=str(stage), step=0, role=ROLE_OF[stage], started_at=now)
+        self._session = session = NativeSession(self._models, about)
         with session:  # it keeps what it raises
             session.begin()
         session.begin_pass(spans, unit)
@@ -221,18 +209,15 @@ class Sentinel:
         finally:
             self._session = None
             with session:
-                self._read(session.end(), unit)
+                dump = session.end()
+                if (finding := first_bad(dump)) is not None:
+                    finding.unit, finding.index = unit, self._passes[unit]
+                    finding.order = self._passes.total(), finding.order[1]
+                    self._finding, self.dump, self._captures = finding, dump, False
             if self._captures and (error := session.error) is not None:
                 self._captures = False
                 self._finding = self._finding or not_found_again("an unknown place", "", "NaN or Inf")
                 self._finding.cause = f"the capture of the repetition failed ({type(error).__name__}: {error})"
-
-    def _read(self, dump: StageDump, unit: str) -> None:
-        """Look for NaN and Inf in the capture of a pass."""
-        if (finding := first_bad(dump)) is not None:
-            finding.unit, finding.index = unit, self._passes[unit]
-            finding.order = self._passes.total(), finding.order[1]
-            self._finding, self.dump, self._captures = finding, dump, False
 
     @contextmanager
     def _optimizer_step(self) -> Iterator[None]:
@@ -252,13 +237,6 @@ class Sentinel:
                 cause = "the gradients of the optimizer step that made it were finite"
                 self._finding = _bad_parameter(self._models, lambda parameter: parameter, "optimizer", cause)
             raise
-
-    def _about(self, stage: Stage) -> About:
-        stage, first = _model_stage(stage), next(self._models[0].parameters())
-        return About(
-            backend="native", level="L0", stage=str(stage), step=0, role=ROLE_OF[stage], device=first.device.type,
-            dtype=str(first.dtype), model=class_name(self._models[0]), started_at=time.time(),
-        )  # fmt: skip
 
     def _raise_flag(self, flag: Finding | None) -> None:
         self._finding = flag or self._finding
@@ -280,7 +258,7 @@ def _model_stage(stage: Stage) -> Stage:
 
 
 def _bad_parameter(
-    models: tuple[nn.Module, ...], of: Callable[[nn.Parameter], torch.Tensor | None], direction: Any, cause: str
+    models: tuple[nn.Module, ...], of: Callable[[nn.Parameter], torch.Tensor | None], direction: Direction, cause: str
 ) -> Finding | None:
     """Return the first parameter, or gradient, of which this rank's part is not finite."""
     for name, parameter in (named for model in models for named in model.named_parameters()):

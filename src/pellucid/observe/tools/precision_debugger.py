@@ -17,9 +17,8 @@ from typing_extensions import override
 from pellucid.config.schema.msprobe_json import read_json
 from pellucid.errors import MissingExtraError
 from pellucid.observe.tools.base import Capture, KeptInPartError, TensorTool, ToolSettings
-from pellucid.precision.capture import NativeSession
+from pellucid.precision.capture import NativeSession, class_name
 from pellucid.precision.dump import About
-from pellucid.precision.naming import class_name
 from pellucid.precision.statistics import Measurer
 from pellucid.stages import TokenSpans
 
