@@ -268,7 +268,7 @@ def test_what_cannot_be_repeated_is_said_to_be_so():
 
 @pytest.mark.parametrize(
     "step",
-    ["capture.NativeSession._begin", "capture.Recorder.measure", "capture.Recorder.dump", "sentinel.first_bad"],
+    ["capture.NativeSession.begin", "capture.Recorder.measure", "capture.Recorder.dump", "sentinel.first_bad"],
 )
 def test_a_capture_that_fails_is_said_to_have_failed(monkeypatch, step):
     one, calls = engine(), []

@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from pellucid.precision.dump import About, Entry, StageDump, TensorStats
 from pellucid.precision.dump_files import write_dump
-from pellucid.precision.operators import OperatorRecorder
 from pellucid.precision.recorder import Recorder
 from pellucid.stages import TokenSpans
 
@@ -42,21 +42,17 @@ class NativeSession:
     """
 
     def __init__(
-        self,
-        models: Sequence[torch.nn.Module],
-        about: About,
-        *,
-        modules: bool = True,
-        operators: bool = False,
+        self, models: Sequence[torch.nn.Module], about: About, *, modules: bool = True, operators: bool = False
     ) -> None:
         self.error: Exception | None = None
         """What a hook raised; nothing was recorded after it."""
-        self._named = [*named_modules(models)]
-        self._about, self._with_modules = about, modules
+        self._modules = {entry_prefix(path, module): module for path, module in named_modules(models)}
+        self._owners = {name: one for name, one in self._modules.items() if [*one.parameters(recurse=False)]}
+        """Those that have parameters of their own."""
+        self._about, self._with_modules, self._with_operators = about, modules, operators
         first = next((parameter for model in models for parameter in model.parameters()), None)
-        self._recorder = Recorder(torch.device("cpu") if first is None else first.device)
-        self._operators = OperatorRecorder(self._recorder, self._inside, self._guarded) if operators else None
-        self._handles: list[Any] = []
+        self.recorder = Recorder(torch.device("cpu") if first is None else first.device)
+        self._hooks = ExitStack()
         self._running: list[tuple[str, dict[str, Any]]] = []
         """Entry and inputs of each module that is running, outermost first."""
         self._num_calls: defaultdict[str, int] = defaultdict(int)
@@ -67,21 +63,12 @@ class NativeSession:
         """Of each module that has its own, as of the last optimizer step."""
         self._used: dict[str, dict[str, TensorStats]] = {}
         """Gradients of each module's own parameters as the optimizer used them."""
-        self._owners: list[tuple[str, torch.nn.Module]] = []
         self._first_pass = 0
         """Of the mini-batch in hand."""
         self._thread = 0
-        self._undo = ExitStack()
 
     def begin(self) -> None:
         """Place the hooks; where one cannot be placed, none stays."""
-        try:
-            self._begin()
-        except BaseException:
-            self._unhook()
-            raise
-
-    def _begin(self) -> None:
         self._thread = threading.get_ident()
         # For good: to put the filters back would take away what other threads have set meanwhile.
         # A module whose inputs need no gradient, such as an embedding, is told of its outputs' alone, which is as it
@@ -89,66 +76,68 @@ class NativeSession:
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         # The decoder's output object; its hidden states are those of the norm before it.
         warnings.filterwarnings("ignore", message="For backward hooks to be called")
-        for path, module in self._named:
-            prefix = entry_prefix(path, module)
-            if next(module.parameters(recurse=False), None) is not None:
-                self._owners.append((prefix, module))
-            if self._with_modules:
+        with self._hooks:
+            for prefix, module in self._modules.items() if self._with_modules else ():
                 self._watch(prefix, module)
-        self._handles.append(register_optimizer_step_pre_hook(self._guarded(self._before_step)))
-        if self._operators is not None:
-            self._undo.enter_context(self._operators)
+            self._keep(register_optimizer_step_pre_hook(self.guarded(self._before_step)))
+            if self._with_operators:
+                self._hooks.enter_context(OperatorRecorder(self))
+            self._hooks = self._hooks.pop_all()
+
+    def _keep(self, handle: Any) -> None:
+        """Keep a hook until the capture ends."""
+        self._hooks.callback(handle.remove)
 
     def begin_pass(self, spans: TokenSpans, unit: str) -> None:
         """A pass through the model begins. Of rollouts only now are the weights in place that are sampled from."""
         self._running.clear()  # of a pass that ended in an exception
-        self._guarded(lambda: self._recorder.begin_pass(unit, spans()))()
+        self.guarded(lambda: self.recorder.begin_pass(unit, spans()))()
         if not self._parameters:
-            self._guarded(self._measure_parameters)()
+            self.guarded(self._measure_parameters)()
 
     def results(self, tensors: dict[str, torch.Tensor]) -> None:
         """The pass's output head has computed these."""
-        self._guarded(self._record_results)(HEAD, tensors)
+        self.guarded(self._record_results)(HEAD, tensors)
 
     def loss(self, value: torch.Tensor) -> None:
         """The pass's loss is this."""
-        self._guarded(self._record_results)(LOSS, {"loss": value})
+        self.guarded(self._record_results)(LOSS, {"loss": value})
 
     def _record_results(self, prefix: str, tensors: dict[str, torch.Tensor]) -> None:
         number = self._next_call(prefix)
-        self._recorder.add(f"{prefix}.forward.{number}", None, {"output": [self._recorder.measure(tensors)]})
+        self.recorder.add(f"{prefix}.forward.{number}", None, {"output": [self.recorder.measure(tensors)]})
         gradients: dict[str, TensorStats] = {}
 
         def hook(name: str, gradient: torch.Tensor | None) -> None:
             if gradient is None:  # nothing depends on it
                 return
             if not gradients:
-                self._recorder.add(f"{prefix}.backward.{number}", None, {"input": [gradients]})
-            gradients[name] = self._recorder.leaf(gradient)
+                self.recorder.add(f"{prefix}.backward.{number}", None, {"input": [gradients]})
+            gradients[name] = self.recorder.leaf(gradient)
 
         for name, tensor in tensors.items():
             if tensor.requires_grad:
-                self._handles.append(tensor.register_hook(self._guarded(partial(hook, name))))
+                self._keep(tensor.register_hook(self.guarded(partial(hook, name))))
 
     def end_mini_batch(self) -> None:
         """The optimizer has made its step: measure the weights that it made, beside the gradients that it used."""
-        self._guarded(self._record_mini_batch)()
+        self.guarded(self._record_mini_batch)()
 
     def _record_mini_batch(self) -> None:
         index = len(self._about.mini_batches)
         self._about.mini_batches.append(self._first_pass)
-        self._first_pass = len(self._recorder.passes)
+        self._first_pass = len(self.recorder.passes)
         self._measure_parameters()
-        for prefix, _ in self._owners:
+        for prefix in self._owners:
             groups = {"input": [self._used.get(prefix, {})], "output": [self._parameters[prefix]]}
-            self._recorder.add(f"{prefix}.optimizer.{index}", None, groups)
+            self.recorder.add(f"{prefix}.optimizer.{index}", None, groups)
         self._used.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer is about to make its step: measure the gradients as it finds them, summed up and clipped."""
         if threading.get_ident() != self._thread:
             return
-        for prefix, module in self._owners:
+        for prefix, module in self._owners.items():
             own = [(name, parameter.grad) for name, parameter in module.named_parameters(recurse=False)]
             if found := {name: self._part(gradient) for name, gradient in own if gradient is not None}:
                 self._used[prefix] = found
@@ -156,16 +145,16 @@ class NativeSession:
     def end(self) -> StageDump:
         """Take the hooks away, copy the numbers and return the capture; of a stage that raises, what there is of it."""
         cause = self.error or sys.exception()
-        self._unhook()
+        self._hooks.close()
         while self._running:  # cut short by an exception
             entry, groups = self._running.pop()
-            self._recorder.add(entry, self._inside(), groups)
+            self.recorder.add(entry, self.inside(), groups)
         about = self._about
         about.end(cause)
-        about.passes = self._recorder.passes
+        about.passes = self.recorder.passes
         if about.mini_batches and self._first_pass < len(about.passes):  # the one that was cut short
             about.mini_batches.append(self._first_pass)
-        return StageDump(about, *self._recorder.dump())
+        return StageDump(about, *self.recorder.dump())
 
     def save(self, folder: Path) -> list[Path]:
         """End the capture and write its files; with an `error`, of what there was until then.
@@ -179,20 +168,19 @@ class NativeSession:
 
     def _watch(self, prefix: str, module: torch.nn.Module) -> None:
         """Hook one module, and its own parameters' gradients."""
-        self._handles += [
-            module.register_forward_pre_hook(self._guarded(partial(self._before, prefix)), with_kwargs=True),
-            module.register_forward_hook(self._guarded(partial(self._after, prefix))),
-        ]
+        before, after = (self.guarded(partial(hook, prefix)) for hook in (self._before, self._after))
+        self._keep(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._keep(module.register_forward_hook(after))
         if _reads_once(module):
-            self._handles.append(module.register_full_backward_hook(self._guarded(partial(self._backward, prefix))))
+            self._keep(module.register_full_backward_hook(self.guarded(partial(self._backward, prefix))))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and not isinstance(parameter, DTensor):
-                hook = self._guarded(partial(self._parameter_gradient, prefix, name))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                hook = self.guarded(partial(self._parameter_gradient, prefix, name))
+                self._keep(parameter.register_post_accumulate_grad_hook(hook))
 
     def _before(self, prefix: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._listens():
-            inputs = {"input_args": self._recorder.measure(args), "input_kwargs": self._recorder.measure(kwargs)}
+            inputs = {"input_args": self.recorder.measure(args), "input_kwargs": self.recorder.measure(kwargs)}
             self._running.append((f"{prefix}.forward.{self._next_call(prefix)}", inputs))
 
     def _after(self, prefix: str, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -200,38 +188,38 @@ class NativeSession:
             return
         entry, groups = self._running.pop()
         outputs = output if isinstance(output, list | tuple) else (output,)
-        groups["output"] = self._recorder.measure(outputs)
+        groups["output"] = self.recorder.measure(outputs)
         if prefix in self._parameters:
             groups["parameters"] = self._parameters[prefix]
-        self._recorder.add(entry, self._inside(), groups)
+        self.recorder.add(entry, self.inside(), groups)
         backward = entry.replace(f"{prefix}.forward.", f"{prefix}.backward.")
         learning = [value for value in outputs if isinstance(value, torch.Tensor) and value.requires_grad]
         if learning and _reads_once(module):
             self._forward_calls[prefix].append(backward)
         elif learning:
-            self._handles.append(learning[0].register_hook(self._guarded(partial(self._output_gradient, backward))))
+            self._keep(learning[0].register_hook(self.guarded(partial(self._output_gradient, backward))))
 
     def _output_gradient(self, entry: str, gradient: torch.Tensor) -> None:
-        self._recorder.add(entry, None, {"input": [self._recorder.leaf(gradient)]})
+        self.recorder.add(entry, None, {"input": [self.recorder.leaf(gradient)]})
 
     def _backward(self, prefix: str, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> None:
         waiting = self._forward_calls[prefix]
         # msprobe's words: what goes into the backward call is the gradient of the output.
-        groups = {"input": self._recorder.measure(grad_output), "output": self._recorder.measure(grad_input)}
-        self._recorder.add(waiting.pop() if waiting else f"{prefix}.backward.0", None, groups)
+        groups = {"input": self.recorder.measure(grad_output), "output": self.recorder.measure(grad_input)}
+        self.recorder.add(waiting.pop() if waiting else f"{prefix}.backward.0", None, groups)
 
     def _parameter_gradient(self, prefix: str, name: str, parameter: torch.Tensor) -> None:
         """A parameter's gradient as summed up so far, after each pass; a module's parameters have an entry together."""
         assert parameter.grad is not None
-        entry_name = f"{prefix}.parameters_grad.{max(len(self._recorder.passes) - 1, 0)}"
+        entry_name = f"{prefix}.parameters_grad.{max(len(self.recorder.passes) - 1, 0)}"
         if entry_name not in self._gradients:
-            self._gradients[entry_name] = self._recorder.add(entry_name, None, {})
-        self._gradients[entry_name].groups[name] = [self._recorder.leaf(parameter.grad, of_tokens=False)]
+            self._gradients[entry_name] = self.recorder.add(entry_name, None, {})
+        self._gradients[entry_name].groups[name] = [self.recorder.leaf(parameter.grad, of_tokens=False)]
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def _measure_parameters(self) -> None:
-        for prefix, module in self._owners:
+        for prefix, module in self._owners.items():
             own = module.named_parameters(recurse=False)
             self._parameters[prefix] = {name: self._part(parameter) for name, parameter in own}
 
@@ -241,7 +229,7 @@ class NativeSession:
         if isinstance(tensor, DTensor):
             mesh, cut = tensor.device_mesh, [at for at, how in enumerate(tensor.placements) if isinstance(how, Shard)]
             shard = (mesh.get_local_rank(cut[0]), mesh.size(cut[0])) if cut else None
-        return self._recorder.leaf(tensor, shard, of_tokens=False)
+        return self.recorder.leaf(tensor, shard, of_tokens=False)
 
     # --- around ------------------------------------------------------------------------------------------------------
 
@@ -249,7 +237,7 @@ class NativeSession:
         """Tell whether a call belongs to the capture: not another thread's, nor a checkpointed layer's second pass."""
         return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
 
-    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+    def guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
         """Return the hook so that what it raises ends the capture instead of the training."""
 
         def guarded(*args: Any, **kwargs: Any) -> None:
@@ -268,17 +256,11 @@ class NativeSession:
             self.error = self.error or error
         return isinstance(error, Exception)
 
-    def _unhook(self) -> None:
-        self._undo.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def _next_call(self, prefix: str) -> int:
         self._num_calls[prefix] += 1
         return self._num_calls[prefix] - 1
 
-    def _inside(self) -> str | None:
+    def inside(self) -> str | None:
         """Return the entry of the module that is running."""
         return self._running[-1][0] if self._running else None
 
@@ -313,3 +295,88 @@ def _reads_once(module: torch.nn.Module) -> bool:
     Python is neither.
     """
     return type(module).__module__.startswith("torch.nn.") or next(module.children(), None) is not None
+
+
+# --- operators ------------------------------------------------------------------------------------------------------
+
+_SPACES = (
+    ("torch.nn.functional.", "Functional"),
+    ("torch.Tensor.", "Tensor"),
+    ("torch.special.", "Torch"),
+    ("torch.", "Torch"),
+)
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "neg", "rsub")
+# fmt: off
+_VIEWS = frozenset((
+    "view", "view_as", "reshape", "reshape_as", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand",
+    "expand_as", "flatten", "unflatten", "narrow", "split", "chunk", "unbind", "select", "detach", "detach_",
+    "broadcast_to", "movedim", "swapaxes", "swapdims", "size", "dim", "numel", "stride", "storage_offset",
+    "is_floating_point", "is_complex", "is_contiguous", "is_inference", "item", "tolist", "data_ptr", "get_device",
+    "element_size", "untyped_storage", "new_empty", "new_zeros", "empty", "empty_like", "zeros", "ones", "arange",
+    "tensor", "as_tensor", "register_hook", "backward", "zeros_like", "ones_like", "full_like", "rand_like",
+    "randn_like", "new_ones", "new_full", "new_tensor", "full", "zero_", "fill_", "copy_", "retain_grad",
+    "requires_grad_", "equal", "allclose", "__len__", "__bool__", "__int__", "__float__", "__index__", "__repr__",
+    "__format__", "__hash__", "__reduce_ex__", "__deepcopy__",
+))
+# fmt: on
+"""Calls that compute no new numbers, or none that depend on their inputs, which may be memory that nothing was written
+to yet.
+"""
+
+
+@cache
+def operator_name(function: Any) -> str | None:
+    """Return msprobe's name of one of PyTorch's functions, e.g. `Functional.linear`; None for what is not recorded."""
+    name = resolve_name(function)
+    if name is None or name.endswith((".__get__", ".__set__", ".__delete__")):
+        return None
+    for space, kind in _SPACES:
+        if name.startswith(space):
+            own = name.removeprefix(space)
+            if "." in own or own in _VIEWS:
+                return None
+            # The mode cannot tell `a + b` from `a.add(b)`; models write the former.
+            return f"{kind}.__{own}__" if kind == "Tensor" and own in _ARITHMETIC else f"{kind}.{own}"
+    return None
+
+
+class OperatorRecorder(TorchFunctionMode):
+    """Records calls of PyTorch's functions and tensor methods on its thread, for a session, while it is open."""
+
+    def __init__(self, session: NativeSession) -> None:
+        super().__init__()
+        self._session, self._recorder = session, session.recorder
+        self._num_calls: defaultdict[str, int] = defaultdict(int)
+        self._read, self._record = session.guarded(self._read_inputs), session.guarded(self._record_call)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function and record what it read and computed."""
+        kwargs = kwargs or {}
+        name = operator_name(func)
+        if name is None:
+            return func(*args, **kwargs)
+        groups: dict[str, Any] = {}
+        self._read(groups, args, kwargs)  # before the call, which may change them in place
+        output = func(*args, **kwargs)
+        self._record(name, groups, output)
+        return output
+
+    def _read_inputs(self, groups: dict[str, Any], args: Any, kwargs: Any) -> None:
+        groups["input_args"], groups["input_kwargs"] = self._recorder.measure(args), self._recorder.measure(kwargs)
+
+    def _record_call(self, name: str, groups: dict[str, Any], output: Any) -> None:
+        outputs = output if isinstance(output, list | tuple) else (output,)
+        tensor = next((value for value in outputs if isinstance(value, torch.Tensor)), None)
+        if tensor is None:
+            return
+        number, self._num_calls[name] = self._num_calls[name], self._num_calls[name] + 1
+        groups["output"] = self._recorder.measure(outputs)
+        self._recorder.add(f"{name}.{number}.forward", self._session.inside(), groups)
+        if tensor.grad_fn is not None and tensor.requires_grad:
+            hook = partial(self._backward, f"{name}.{number}.backward")
+            tensor.grad_fn.register_hook(self._session.guarded(hook))  # goes with the graph
+
+    def _backward(self, entry: str, grad_input: Any, grad_output: Any) -> None:
+        # msprobe's words: what goes into the backward call is the gradient of the output.
+        groups = {"input": self._recorder.measure(grad_output), "output": self._recorder.measure(grad_input)}
+        self._recorder.add(entry, None, groups)

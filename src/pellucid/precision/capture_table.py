@@ -138,7 +138,7 @@ def column(table: pa.Table, name: str) -> np.ndarray:
     return table[name].combine_chunks().to_numpy(zero_copy_only=False)
 
 
-def with_errors(joined: pa.Table, *, least: np.ndarray | float = 0.0, rounded: bool = False) -> pa.Table:
+def with_errors(joined: pa.Table, *, rounded: bool = False) -> pa.Table:
     """Add to a join the relative `error` of each row, and `largest`, the statistic that differs most.
 
     Equal checksums of equal dtypes make it `SAME`, for the tensor's samples, too. Else it is the largest of
@@ -154,7 +154,6 @@ def with_errors(joined: pa.Table, *, least: np.ndarray | float = 0.0, rounded: b
 
     Args:
         joined: from `join`.
-        least: floor of each row of a whole tensor, where the tensor is what remains of a larger sum.
         rounded: one of the sides computes in another precision.
     """
     numeric = ("size", "sum", "square_sum", "max", "min", "num_nan", "num_inf")
@@ -167,7 +166,7 @@ def with_errors(joined: pa.Table, *, least: np.ndarray | float = 0.0, rounded: b
         norm = np.fmax(a["norm"], b["norm"])
         squares = np.where(~is_whole & np.isfinite(norm), norm**2, 0.0)
         mean_square = np.bincount(tensor, squares) / np.maximum(np.bincount(tensor, ~is_whole * size), 1.0)
-        floor = np.where(is_whole, least, _SCALE_FLOOR * np.sqrt(mean_square[tensor] * size))
+        floor = np.where(is_whole, 0.0, _SCALE_FLOOR * np.sqrt(mean_square[tensor] * size))
         norm = np.fmax(norm, floor)
         extremes = [np.abs(side[name]) for side in (a, b) for name in ("min", "max")]
         largest = np.fmax(np.fmax.reduce(extremes), floor / np.sqrt(size))

@@ -9,9 +9,8 @@ of it, a `Comparison`, `text.py` and `heatmap.py` show.
 # pyarrow.compute makes its functions only when it is imported.
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pellucid.errors import UserError
-from pellucid.precision.calls import BACKWARD, OPTIMIZER, PARAMETER_GRADIENTS, Calls, parse_name
+from pellucid.precision.calls import BACKWARD, OPTIMIZER, PARAMETER_GRADIENTS, Calls
 from pellucid.precision.capture_table import (
     SAME,
     WHOLE,
@@ -45,7 +44,7 @@ from pellucid.precision.divergence import (
     quantity,
     walk,
 )
-from pellucid.precision.dump import StageDump, leaves
+from pellucid.precision.dump import StageDump
 from pellucid.precision.matching import Place, tokens_of_passes, tokens_of_samples
 from pellucid.stages import Stage
 
@@ -60,10 +59,8 @@ DRIFT_SHARE = 0.25
 ROUND_OFF = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float32": 2.0**-24, "torch.float64": 2.0**-53}
 OTHER_ROUND_OFF = 2.0**-3
 """Round-off of a dtype that is not named above: 8 bits."""
-_BIAS_FLOOR = 0.1
-"""A bias's gradient sums up the gradient that comes in; where next to nothing remains, its error is judged by a share
-of that.
-"""
+_GRADIENT_OF_BIAS = rf"\.({PARAMETER_GRADIENTS}[.|]|{OPTIMIZER}\.\d+\|input).*bias"
+"""The sum of the gradient that comes in, which is compared itself; where it cancels, the bias's own is noise."""
 _MAX_ROWS = 20
 Item = TypeVar("Item")
 
@@ -219,8 +216,7 @@ def compare_stage(
         a: one side; execution order is that of its first capture.
         b: the other.
         by_sample: compare the first forward calls of modules, by the sums over the tokens that both sides have.
-        rtol: the largest relative error that is none; an engine's weights must be the trainer's bit for bit, and one
-            weight alone must be equal if most others of its pass are.
+        rtol: the largest relative error that is none; an engine's weights must be the trainer's bit for bit.
 
     Raises:
         UserError: by sample, a capture has no sums over samples, or no sample is in both.
@@ -233,18 +229,15 @@ def compare_stage(
     is_part = pc.fill_null(pc.or_(is_part, pc.not_equal(joined["shard"], joined["shard_b"])), False)
     if num_parts := pc.sum(is_part).as_py():
         notes.append(f"{place.where}: {num_parts:,} tensors were not compared: their shards differ, or are missing")
-    joined = joined.filter(pc.invert(is_part))
+    joined = joined.filter(pc.invert(pc.or_(is_part, pc.match_substring_regex(joined["tensor"], _GRADIENT_OF_BIAS))))
     drift, round_off = _drift(joined)
     if drift and not by_sample:  # a sample's own rounding says less than that of all
         joined = joined.filter(pc.equal(joined["tokens"], WHOLE))
-    calls = Calls(a[0].dump)
-    joined = with_errors(joined, least=_bias_floors(calls, joined), rounded=drift is not None)
+    calls, joined = Calls(a[0].dump), with_errors(joined, rounded=drift is not None)
     keys_a, keys_b = (_call_keys(side, by_sample=by_sample) for side in (a, b))
     call_of = {key: at for key, at in _call_keys(a[:1], by_sample=by_sample).items() if key in keys_b}
     is_engine = by_sample and b[0].dump.about.stage == Stage.ROLLOUT_GENERATE != a[0].dump.about.stage
-    found = _largest_errors(calls, call_of, joined)
-    if not drift:
-        _ask_for_equal_weights(calls, found, joined, is_copy=is_engine)
+    found = _largest_errors(calls, call_of, joined, has_copy=is_engine and not drift)
     result = _stage_comparison(place, calls, joined, found, Limits(rtol, round_off), drift=drift, by_sample=by_sample)
     sides = (("A", [key for key in keys_a if key not in keys_b]), ("B", [key for key in keys_b if key not in keys_a]))
     lacking = [f"{place.where}: {len(keys):,} calls are only in {side}, e.g. {keys[0]}" for side, keys in sides if keys]
@@ -318,21 +311,10 @@ def _drift(joined: pa.Table) -> tuple[str | None, float]:
     return f"{most['dtype']} against {most['dtype_b']}".replace("torch.", ""), round_off
 
 
-def _bias_floors(calls: Calls, joined: pa.Table) -> np.ndarray:
-    """Return the least scale of each row's error; a bias's gradient has that of the gradient that it sums up."""
-    floors = np.zeros(len(joined))
-    is_bias = pc.match_substring_regex(joined["tensor"], rf"\.{PARAMETER_GRADIENTS}[.|].*bias").to_numpy()
-    for row in np.flatnonzero(is_bias).tolist():
-        entry = joined["tensor"][row].as_py().rpartition("|")[0]
-        backward = calls.index_of.get(parse_name(entry).other(BACKWARD))
-        if backward is not None:
-            norms = [stats.norm for path, stats in leaves(calls.entries[backward]) if path.startswith("input")]
-            floors[row] = _BIAS_FLOOR * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-    return floors
-
-
-def _largest_errors(calls: Calls, call_of: Mapping[str, int], table: pa.Table) -> Changes:
-    """Return the largest error of each part of the calls in `call_of`."""
+def _largest_errors(
+    calls: Calls, call_of: Mapping[str, int], table: pa.Table, *, has_copy: bool = False
+) -> Changes:
+    """Return the largest error of each part of the calls in `call_of`; a copy's weights are asked to be the same."""
     tensors, errors = table["tensor"].combine_chunks().dictionary_encode(), column(table, "error")
     numbers = tensors.indices.to_numpy()
     order = np.lexsort((-errors, numbers))  # of each tensor the largest error first
@@ -343,31 +325,9 @@ def _largest_errors(calls: Calls, call_of: Mapping[str, int], table: pa.Table) -
         if (index := call_of.get(entry)) is not None:
             part, error = part_of(calls.names[index], path), float(errors[row])
             if part not in found[index] or error > found[index][part].error:
-                found[index][part] = Change(index, part, error, row)
+                is_weight = has_copy and part is Part.PARAMETERS and table["checksum"][row].is_valid
+                found[index][part] = Change(index, part, error, row, exact=is_weight)
     return found
-
-
-def _ask_for_equal_weights(calls: Calls, found: Changes, table: pa.Table, *, is_copy: bool) -> None:
-    """Where most trained weights are equal bit for bit, one that is not is at fault, however small its error.
-
-    Args:
-        calls: of the first capture.
-        found: their errors; those of weights that should be equal are marked.
-        table: of the errors.
-        is_copy: all must be equal, as one side has got its weights from the other.
-    """
-    is_checked = pc.and_(pc.is_valid(table["checksum"]), pc.is_valid(table["checksum_b"])).to_numpy()
-    is_trained = column(table, "requires_grad")
-    moments: dict[tuple[str, int], list[Change]] = defaultdict(list)
-    for one in (one for parts in found.values() for one in parts.values() if is_checked[one.row]):
-        is_made = calls.names[one.call].direction == OPTIMIZER and one.part is Part.OUTPUT
-        if one.part is Part.PARAMETERS or is_made:
-            moments[calls.moment(one.call)].append(one)
-    for weights in moments.values():
-        judged = [one for one in weights if is_trained[one.row]] or weights
-        if is_copy or 2 * sum(one.error == SAME for one in judged) > len(judged):
-            for one in weights:
-                found[one.call][one.part] = replace(one, exact=True)
 
 
 def _stage_comparison(

@@ -70,7 +70,7 @@ class Change:
     row: int
     """Of the table of errors."""
     exact: bool = False
-    """It is of a weight that should be equal bit for bit, as others of that moment are."""
+    """It is of a weight that should be equal bit for bit, as an engine's is its trainer's."""
     base: float = math.nan
     """The largest error of what went into it; nan: that was not captured."""
     position: int = 0

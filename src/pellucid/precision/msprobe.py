@@ -175,9 +175,8 @@ def _explained() -> Iterator[None]:
 @contextmanager
 def _left_as_found(models: list[nn.Module]) -> Iterator[None]:
     """Take back at exit what msprobe replaces and adds: functions of torch, hooks and attributes of modules."""
-    modules = {id(module): module for model in models for module in model.modules()}.values()
-    functions = [(place, dict(vars(place))) for place in _places()]
-    forwards = [vars(module).get("forward") for module in modules]
+    modules = list({id(module): module for model in models for module in model.modules()}.values())
+    before = [(owner, dict(vars(owner))) for owner in [*_places(), *modules]]
     hooks: list[MutableMapping[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooks += [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     call, _Operator._call_func = _Operator._call_func, _surviving(_Operator._call_func)
@@ -189,22 +188,15 @@ def _left_as_found(models: list[nn.Module]) -> Iterator[None]:
         _Operator._call_func, _Paths.FILE_VALID_PATTERN = call, pattern
         unpatch_dynamo_compile()
         unpatch_triton_jitfunction_run()
-        for place, before in functions:
-            for name in [name for name, value in vars(place).items() if _is_of_msprobe(value)]:
-                if name in before:
-                    setattr(place, name, before[name])
-                else:
-                    delattr(place, name)
+        for owner, attributes in before:
+            for name, value in [*vars(owner).items()]:
+                if name in attributes and _is_of_msprobe(value):
+                    setattr(owner, name, attributes[name])
+                elif name.startswith("msprobe_") or _is_of_msprobe(value):
+                    delattr(owner, name)
         for mapping in hooks:
             for key in [key for key, value in mapping.items() if _is_of_msprobe(value)]:
                 del mapping[key]
-        for module, forward in zip(modules, forwards):
-            attributes = vars(module)
-            for name in [name for name in attributes if name.startswith("msprobe_")]:
-                del attributes[name]
-            if _is_of_msprobe(attributes.get("forward")):
-                del attributes["forward"]
-                attributes |= {} if forward is None else {"forward": forward}
 
 
 def _places() -> list[Any]:

@@ -1,6 +1,6 @@
 """What a native capture has seen so far: entries in execution order, and tensors as rows of statistics on the device.
 
-Hooks of modules (`capture.py`) and of operators (`operators.py`) add to it; `dump` turns it into what is written.
+Hooks of modules and operators (`capture.py`) add to it; `dump` turns it into what is written.
 """
 
 from __future__ import annotations
