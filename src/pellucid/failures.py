@@ -35,7 +35,7 @@ from pellucid.types import Experience, MiniBatch, Prompt, RewardFailure, Rollout
 if TYPE_CHECKING:
     from pellucid.config import RunConfig
     from pellucid.files.rundir import RunDir
-    from pellucid.precision.finding import Finding
+    from pellucid.precision.sentinel import Finding
     from pellucid.ranks import Placement
     from pellucid.training.common.models import TokenPieces
 

@@ -35,7 +35,7 @@ from pellucid.stages import ROLE_OF, Stage
 from pellucid.types import Samples
 
 if TYPE_CHECKING:
-    from pellucid.precision.finding import Finding
+    from pellucid.precision.sentinel import Finding
 
 CAPTURE = "replay"
 
@@ -86,7 +86,7 @@ def _locate(run: FailingRun, failure: Failure, on_done: Callable[[int], None]) -
 
 def _told(finding: Finding, failure: Failure) -> Finding:
     """Return a finding that knows its stage, and, in a loss, the tensor of the batch that brought it in."""
-    from pellucid.precision.finding import LOSS
+    from pellucid.precision.sentinel import LOSS
 
     finding.stage, finding.step, given = str(failure.stage), failure.step, failure.given
     if finding.place != LOSS or failure.mini_batch is None or not isinstance(given, Samples):
@@ -147,7 +147,7 @@ def replay(folder: Path, failure: Failure, device: str | None = None) -> tuple[F
     Raises:
         UserError: the folder lacks the run's config, or the weights are of another model.
     """
-    from pellucid.precision.dump_files import write_dump
+    from pellucid.precision.dump import write_dump
     from pellucid.precision.sentinel import Sentinel
 
     if not (folder / CONFIG).is_file():

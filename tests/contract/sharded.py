@@ -15,8 +15,7 @@ from pellucid.errors import NonFiniteError, UserError
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest, RoleRequest
 from pellucid.observe.spans import SpanRecorder
-from pellucid.precision.finding import Finding
-from pellucid.precision.sentinel import Sentinel
+from pellucid.precision.sentinel import Finding, Sentinel
 from pellucid.rollout.native.gathered import load_buckets
 from pellucid.stages import Stage
 from pellucid.training.checkpoint import load_trained_weights

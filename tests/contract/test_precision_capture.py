@@ -17,8 +17,7 @@ from pellucid.observe.process import ProcessProfiler, ProfilerError
 from pellucid.observe.request import ProcessRequest, RoleRequest
 from pellucid.observe.spans import SpanRecorder
 from pellucid.precision.capture import entry_prefix, named_modules
-from pellucid.precision.dump import StageDump, TensorStats, leaves
-from pellucid.precision.dump_files import find_dumps, read_dump
+from pellucid.precision.dump import StageDump, TensorStats, find_dumps, leaves, read_dump
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.requests import SamplingParams
 from pellucid.stages import Stage

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from pellucid.errors import UserError
 from pellucid.files.checkpoint_store import CheckpointStore
-from pellucid.precision.dump import TensorStats, leaves
-from pellucid.precision.dump_files import find_dumps, read_dump
-from pellucid.precision.finding import earliest
+from pellucid.precision.dump import TensorStats, find_dumps, leaves, read_dump
+from pellucid.precision.sentinel import earliest
 from pellucid.training.sharding import ShardingPlan
 
 TOLERANCE = 1e-5

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pellucid.precision.dump import About, Entry, Pass, StageDump, TensorStats
-from pellucid.precision.dump_files import write_dump
+from pellucid.precision.dump import About, Entry, Pass, StageDump, TensorStats, write_dump
 from pellucid.stages import TokenSpan
 
 Array = np.ndarray

@@ -32,9 +32,8 @@ from pellucid.precision.capture_table import SAME, Capture, capture_table, join,
 from pellucid.precision.compare import RTOL, check_stage, compare_stage, summarise
 from pellucid.precision.divergence import Kind
 from pellucid.precision.dump import DumpRef, Entry, StageDump, TensorStats
-from pellucid.precision.heatmap import heatmap_page, level
 from pellucid.precision.matching import place_of
-from pellucid.precision.text import comparison_json, comparison_renderables, explanation, headline
+from pellucid.precision.text import comparison_json, comparison_renderables, explanation, headline, heatmap_page, level
 
 BATCH = make_batch()
 MICRO_BATCHES = [BATCH[:2], BATCH[2:]]

@@ -8,8 +8,7 @@ import pytest
 
 from pellucid.errors import UserError
 from pellucid.precision.digest import digest
-from pellucid.precision.dump import About, Entry, StageDump, TensorStats
-from pellucid.precision.dump_files import write_dump
+from pellucid.precision.dump import About, Entry, StageDump, TensorStats, write_dump
 
 ONE = TensorStats("torch.float32", (2, 3), -1.0, 1.0, 0.0, 2.0, 0, 0, 0, 0, "00000000000000aa")
 TWO = dataclasses.replace(ONE, checksum="00000000000000bb")

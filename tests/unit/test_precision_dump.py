@@ -13,8 +13,18 @@ import pyarrow as pa
 import pytest
 
 from pellucid.errors import UserError
-from pellucid.precision.dump import About, Entry, Pass, StageDump, TensorStats, leaves
-from pellucid.precision.dump_files import find_dumps, read_dump, write_about, write_dump
+from pellucid.precision.dump import (
+    About,
+    Entry,
+    Pass,
+    StageDump,
+    TensorStats,
+    find_dumps,
+    leaves,
+    read_dump,
+    write_about,
+    write_dump,
+)
 from pellucid.stages import TokenSpan
 
 NORM, LAYER = "Module.model.norm.LlamaRMSNorm", "Module.model.layers.0.LlamaDecoderLayer"
@@ -191,7 +201,7 @@ def test_writing_again_takes_the_mark_of_wholeness_away_first(tmp_path, monkeypa
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pellucid.precision.dump_files.atomic_write", full)
+    monkeypatch.setattr("pellucid.precision.dump.atomic_write", full)
     with pytest.raises(OSError, match="No space left"):
         write_dump(tmp_path, capture())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["construct.json", "dump.json", "stack.json"]

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import NonFiniteError
 from pellucid.failures import Failure
-from pellucid.precision.finding import HEAD as HEAD_PLACE
-from pellucid.precision.finding import LOSS, Finding
-from pellucid.precision.sentinel import Flags, Sentinel
+from pellucid.precision.sentinel import HEAD as HEAD_PLACE
+from pellucid.precision.sentinel import LOSS, Finding, Flags, Sentinel
 from pellucid.replay import _locate, _told
 from pellucid.roles.mini_batches import update_each
 from pellucid.rollout.native import NativeRolloutEngine

@@ -109,7 +109,7 @@ def compare(
     result = summarise(stages, names[0], names[1], rtol=rtol, missing=missing)
     _show(result, json_file)
     if html is not None:
-        from pellucid.precision.heatmap import heatmap_page
+        from pellucid.precision.text import heatmap_page
 
         write_output(html, heatmap_page(result), "--html", "html")
     if not result.is_equal:
@@ -125,7 +125,7 @@ def report(a: A, step: Step = None, stage: StageName = None, rank: Rank = None, 
     Status 0: all finite. 1: NaN or Inf. 2: nothing captured.
     """
     from pellucid.precision.compare import check_stage, summarise
-    from pellucid.precision.dump_files import read_dump
+    from pellucid.precision.dump import read_dump
     from pellucid.precision.matching import place_of
 
     refs = _captures(a, step, stage, rank)
@@ -198,7 +198,7 @@ def replay(
 
 def _captures(path: Path, step: int | None, stage: str | None, rank: int | None) -> list[DumpRef]:
     """Return the captures below a path that the options leave."""
-    from pellucid.precision.dump_files import find_dumps
+    from pellucid.precision.dump import find_dumps
 
     refs = find_dumps(path)
     for option, wanted, there in (("--step", step, [ref.step for ref in refs]),

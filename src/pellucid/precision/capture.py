@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from pellucid.precision.dump import About, Entry, StageDump, TensorStats
-from pellucid.precision.dump_files import write_dump
+from pellucid.precision.dump import About, Entry, StageDump, TensorStats, write_dump
 from pellucid.precision.recorder import Recorder
 from pellucid.stages import TokenSpans
 

@@ -2,7 +2,7 @@
 
 Both sides become tables that are joined: call by call, or, where they cut the same tokens into other passes or spread
 them over other ranks, by module and sample. A single capture is judged by its NaN and Inf in the same way. What comes
-of it, a `Comparison`, `text.py` and `heatmap.py` show.
+of it, a `Comparison`, `text.py` shows.
 """
 
 # pyright: reportAttributeAccessIssue=false

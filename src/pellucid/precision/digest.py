@@ -1,6 +1,6 @@
 """One number for all that a step computed: two runs whose digests are equal are bitwise equal in all that was captured.
 
-Reads captures through `dump_files.py`; `pellucid precision digest` prints what it finds.
+Reads the files of captures; `pellucid precision digest` prints what it finds.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pellucid.errors import UserError
-from pellucid.precision.dump_files import CAPTURE, DUMP, find_dumps
+from pellucid.precision.dump import CAPTURE, DUMP, find_dumps
 
 _ADDED_UP = re.compile(rb'"(Max|Min|Mean|Norm)": ?[^,]+,')
 """Statistics that follow from the values: their last bits depend on what added them up, and checksums tell all."""

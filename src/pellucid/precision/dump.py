@@ -1,24 +1,37 @@
-"""A precision capture of one stage on one rank: what was measured where, in the order in which it ran.
+"""A precision capture of one stage on one rank: what was measured where, in the order in which it ran, and its files.
 
-Made by the captures of both backends; `dump_files.py` writes and reads it; compare, heat map and digest work on it. No
-torch.
+Made by the captures of both backends; compare, report and digest work on it. A capture lies in
+`<save_path>/step_<N>/<stage>/step<k>/rank<R>/`. `dump.json`, `construct.json` and `stack.json` have msprobe's format,
+so that its own tools read them; `capture.json` says whose capture it is, `samples.parquet` holds sums over samples.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pellucid.stages import TokenSpan
+from pellucid.errors import UserError
+from pellucid.files.rundir import atomic_open, atomic_write
+from pellucid.stages import Stage, TokenSpan
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 VERSION = 2
+DUMP, CONSTRUCT, STACK = "dump.json", "construct.json", "stack.json"
+CAPTURE, SAMPLES = "capture.json", "samples.parquet"
+
+_COUNTS = ("num_nan", "num_inf", "num_zero", "num_subnormal")
+_FLOATING = ("torch.float", "torch.bfloat", "torch.complex")
+_PLACE = re.compile(r"(?:/rollout_replica(\d+))?/step_(\d+)/(\w+)/step(\d+)/rank(\d+)$")
+_BELOW = re.compile(r"(profile/)?(rollout_replica\d+/)?(step_\d+/)?(\w+/)?(step\d+/)?(rank\d+/)?" + CAPTURE)
+"""Where captures lie below the folder of a rank, a call, a stage, a step, a replica, below `save_path` and a run."""
 
 
 @dataclass(slots=True)
@@ -164,3 +177,175 @@ def _leaves_in(node: object, path: str) -> Iterator[tuple[str, TensorStats]]:
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
             yield from _leaves_in(value, f"{path}.{index}" if path else str(index))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_dump(folder: Path, dump: StageDump) -> list[Path]:
+    """Write a capture; an earlier one in the same folder is replaced.
+
+    Returns:
+        The files, in the order in which they were written; with the last, `capture.json`, the capture is whole.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written to.
+    """
+    assert len({entry.name for entry in dump.entries}) == len(dump.entries), "two entries have one name"
+    for name in (CAPTURE, SAMPLES):
+        (folder / name).unlink(missing_ok=True)
+    atomic_write(folder / DUMP, _dump_text(dump))
+    # As with msprobe without gradients of parameters, which have no parent.
+    is_call = {entry.name: entry.parent for entry in dump.entries if ".parameters_grad." not in f"{entry.name}."}
+    atomic_write(folder / CONSTRUCT, _a_key_a_line(is_call))
+    atomic_write(folder / STACK, "{}\n")
+    files = [folder / DUMP, folder / CONSTRUCT, folder / STACK]
+    if dump.samples is not None:
+        import pyarrow.parquet as pq  # runs that capture nothing do without
+
+        with atomic_open(folder / SAMPLES) as handle:
+            pq.write_table(dump.samples, handle, compression="zstd")
+        files.append(folder / SAMPLES)
+    return [*files, write_about(folder, dump.about)]
+
+
+def write_about(folder: Path, about: About) -> Path:
+    """Write `capture.json` alone, beside files that msprobe itself wrote."""
+    content = {field.name: getattr(about, field.name) for field in fields(about)}
+    samples = dict.fromkeys(span.sample for one in about.passes for span in one.spans)
+    indices = {sample: index for index, sample in enumerate(samples)}
+    content["samples"] = list(samples)
+    content["passes"] = [
+        {"unit": one.unit, "first_entry": one.first_entry,
+         "spans": [[indices[s.sample], s.part, s.start, s.length, s.position] for s in one.spans]}
+        for one in about.passes
+    ]  # fmt: skip
+    atomic_write(folder / CAPTURE, _a_key_a_line(content))
+    return folder / CAPTURE
+
+
+def _dump_text(dump: StageDump) -> str:
+    head = {"task": "statistics", "level": dump.about.level, "framework": "pytorch", "dump_data_dir": None}
+    data = _a_key_a_line({entry.name: _written(entry.groups) for entry in dump.entries})
+    return f'{json.dumps(head)[:-1]}, "data": {data.rstrip()}}}\n'
+
+
+def _a_key_a_line(content: Mapping[str, Any]) -> str:
+    encode = json.JSONEncoder(check_circular=False, separators=(",", ":")).encode
+    return "{\n" + ",\n".join(f"{encode(key)}: {encode(value)}" for key, value in content.items()) + "\n}\n"
+
+
+def _written(node: Any) -> Any:
+    """Return what is written of a group: tensors as statistics, other values with their type, as msprobe does."""
+    if isinstance(node, TensorStats):
+        return _written_tensor(node)
+    if isinstance(node, dict):
+        return {str(key): _written(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_written(value) for value in node]
+    return None if node is None else {"type": type(node).__name__, "value": node}
+
+
+def _written_tensor(stats: TensorStats) -> dict[str, Any]:
+    numbers = {"Max": stats.max, "Min": stats.min, "Mean": stats.mean, "Norm": stats.norm}
+    if 0 in stats.shape or not stats.dtype.startswith(_FLOATING):  # NaN is a value only of floats
+        numbers = {name: None if math.isnan(number) else number for name, number in numbers.items()}
+    # Where elements are counted, most counts are 0.
+    unsaid = {**dict.fromkeys(_COUNTS, None if stats.checksum is None else 0), "checksum": None, "shard": None}
+    said = {name: value for name, none in unsaid.items() if (value := getattr(stats, name)) != none}
+    leaf = {"type": "torch.Tensor", "dtype": stats.dtype, "shape": stats.shape, **numbers}
+    return {**leaf, "requires_grad": stats.requires_grad, **said}
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_dump(folder: Path) -> StageDump:
+    """Read a capture. Of msprobe's tensors nothing is counted, and a checksum is there only in its md5 mode.
+
+    Raises:
+        UserError: the folder holds no capture, or a file is torn or is something else.
+    """
+    if not (folder / CAPTURE).is_file():
+        reason = f"holds no whole capture (no {CAPTURE})."
+        raise UserError(str(folder), reason, "Give the folder of a rank's capture.")
+    import pyarrow.parquet as pq
+
+    try:
+        about, parents = _read_about(folder), json.loads((folder / CONSTRUCT).read_bytes())
+        entries = [
+            Entry(name, parents.get(name), {key: _read_node(node) for key, node in groups.items()})
+            for name, groups in json.loads((folder / DUMP).read_bytes())["data"].items()
+        ]
+        samples = pq.read_table(folder / SAMPLES) if (folder / SAMPLES).exists() else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"has a file that is torn, or of no capture ({type(error).__name__}: {error})."
+        raise UserError(str(folder), reason, "Capture the stage again, or give another folder.") from error
+    return StageDump(about, entries, samples, folder)
+
+
+def _read_node(node: Any) -> Any:
+    if isinstance(node, dict):
+        if not isinstance(node.get("type"), str):
+            return {key: _read_node(value) for key, value in node.items()}
+        return _read_tensor(node) if "shape" in node else node.get("value")
+    return [_read_node(value) for value in node] if isinstance(node, list) else node
+
+
+def _read_tensor(leaf: dict[str, Any]) -> TensorStats:
+    # An exclusive or of all words (`0x...`) is the same in any order: no checksum.
+    checksum = leaf.get("checksum") or (None if str(leaf.get("md5")).startswith("0x") else leaf.get("md5"))
+    unsaid = 0 if "checksum" in leaf else None
+    numbers = {name.lower(): leaf.get(name) for name in ("Min", "Max", "Mean", "Norm")}
+    shard = leaf.get("shard")
+    return TensorStats(
+        leaf["dtype"],
+        tuple(leaf["shape"]),
+        **{name: math.nan if number is None else float(number) for name, number in numbers.items()},
+        **{name: leaf.get(name, unsaid) for name in _COUNTS},
+        checksum=checksum,
+        requires_grad=leaf.get("requires_grad", False),
+        shard=None if shard is None else (shard[0], shard[1]),
+    )
+
+
+def _read_about(folder: Path) -> About:
+    content = json.loads((folder / CAPTURE).read_bytes())
+    if content["version"] != VERSION:
+        raise ValueError(f"version {content['version']}, and {VERSION} is read")
+    content["stage"] = str(Stage(content["stage"]))
+    samples = content.pop("samples")
+    passes = [
+        Pass(one["unit"], [TokenSpan(samples[sample], *place) for sample, *place in one["spans"]], one["first_entry"])
+        for one in content.pop("passes")
+    ]
+    return About(**content, passes=passes)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def find_dumps(path: Path) -> list[DumpRef]:
+    """Return the whole captures below a run, a `save_path`, a step, a stage or a rank, in order of step and stage.
+
+    Raises:
+        UserError: there are none.
+    """
+    files = [file for file in path.rglob(CAPTURE) if _BELOW.fullmatch(file.relative_to(path).as_posix())]
+    order, refs = [str(stage) for stage in Stage], list[DumpRef]()
+    for folder in (file.parent.resolve() for file in files):
+        place = _PLACE.search(folder.as_posix())
+        if place is not None and place[3] in order:
+            replica, step, stage, call, rank = place.groups()
+            of_replica = None if replica is None else int(replica)
+            refs.append(DumpRef(int(step), stage, int(call), int(rank), of_replica, folder))
+    if not refs:
+        raise UserError(
+            str(path),
+            "holds no precision capture." if path.is_dir() else "there is no such folder.",
+            "Give a run with global_profiler.tool: precision_debugger, the run's global_profiler.save_path where it "
+            "set one, or a folder of a step, stage or rank.",
+        )
+    return sorted(
+        refs, key=lambda ref: (ref.step, order.index(ref.stage), ref.replica or 0, ref.call, ref.rank, ref.folder)
+    )

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from pellucid.errors import UserError
 from pellucid.precision.capture_table import Capture
-from pellucid.precision.dump import DumpRef, StageDump
-from pellucid.precision.dump_files import read_dump
+from pellucid.precision.dump import DumpRef, StageDump, read_dump
 from pellucid.stages import Stage
 
 _STAGES = list(map(str, Stage))

@@ -36,8 +36,7 @@ from torch.utils.hooks import BackwardHook
 
 from pellucid.config.schema.msprobe_json import read_json
 from pellucid.errors import UserError
-from pellucid.precision.dump import About, Pass
-from pellucid.precision.dump_files import write_about
+from pellucid.precision.dump import About, Pass, write_about
 from pellucid.stages import TokenSpans
 
 log = logging.getLogger("pellucid.observe")

@@ -1,14 +1,18 @@
-"""Shows comparisons and reports of captures: the answer first, then the tables behind it; and the same as JSON.
+"""Shows comparisons and reports of captures: the answer first, then the tables behind it.
 
-Returns rich renderables, which the command prints and the heat map's page has, too.
+As rich renderables, which the command prints, as JSON, and as a static page with a heat map, modules by steps: the
+browser's own search finds a module, a cell's tooltip has the number.
 """
 
+import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -97,35 +101,32 @@ def comparison_renderables(result: Comparison) -> Iterator[RenderableType]:
     if result.largest:
         title = "Largest relative errors" if result.b else "NaN and Inf"
         title = "Largest growth of relative errors" if any(stage.drift for stage in result.stages) else title
-        table = _table(title, "module", "of", *(["error", "went in"] if result.b else ["what"]), "where")
-        for row in result.largest:
-            said = [error_text(row.error), error_text(row.base)] if result.b else [row.what]
-            _add(table, row.module, row.quantity, *said, f"{row.place.where}, {row.pass_label}")
-        yield table
+        yield _table(title, ["module", "of", *(["error", "went in"] if result.b else ["what"]), "where"], [
+            [row.module, row.quantity, *([error_text(row.error), error_text(row.base)] if result.b else [row.what]),
+             f"{row.place.where}, {row.pass_label}"]
+            for row in result.largest
+        ])  # fmt: skip
     stages = [stage for stage in result.stages if stage.divergence] or result.stages
     title = f"{min(len(stages), MAX_STAGES)} of {len(result.stages)} stages, steps and ranks"
-    table = _table(title, "where", "calls", "wrong", *(["largest error"] if result.b else []), "first")
-    for stage in stages[:MAX_STAGES]:
-        first = "–" if stage.divergence is None else f"{subject(stage.divergence)}, {stage.divergence.pass_label}"
-        error = [error_text(stage.max_error)] if result.b else []
-        _add(table, stage.place.where, f"{stage.num_calls:,}", f"{stage.num_bad:,}", *error, first)
-    yield table
-    for note in (result.missing + result.notes)[:MAX_NOTES]:
-        yield Text(note, style="dim")
-    if (more := len(result.missing) + len(result.notes) - MAX_NOTES) > 0:
-        yield Text(f"and {more} more notes like these", style="dim")
+    yield _table(title, ["where", "calls", "wrong", "largest error", "first"], [
+        [stage.place.where, f"{stage.num_calls:,}", f"{stage.num_bad:,}",
+         error_text(stage.max_error) if result.b else "–",
+         f"{subject(stage.divergence)}, {stage.divergence.pass_label}" if stage.divergence else "–"]
+        for stage in stages[:MAX_STAGES]
+    ])  # fmt: skip
+    notes = result.missing + result.notes
+    more = [f"and {len(notes) - MAX_NOTES} more notes like these"] if len(notes) > MAX_NOTES else []
+    yield Text("\n".join(notes[:MAX_NOTES] + more), style="dim")
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of rows as they are: names of samples have colons, which rich would take for emoji."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 1))
     for name in columns:
         table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    """Add a row as it is: names of samples have colons, which rich would take for emoji."""
-    table.add_row(*map(Text, cells))
 
 
 def comparison_json(result: Comparison) -> dict[str, Any]:
@@ -160,3 +161,34 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, float):
         return value
     return None if math.isnan(value) else "inf" if math.isinf(value) else max(value, 0.0)
+
+
+# --- heat map -------------------------------------------------------------------------------------------------------
+
+_ASSETS = Path(__file__).parents[1] / "assets"
+
+
+def level(error: float) -> str:
+    """Return the class of a cell's colour: one a factor of ten from 1e-8 to 1."""
+    if error == SAME:
+        return "same"
+    return "broken" if math.isinf(error) else f"e{min(max(math.ceil(math.log10(max(error, 1e-9))), -8), 0) + 8}"
+
+
+def heatmap_page(result: Comparison) -> str:
+    """Return what `comparison_renderables` shows, and by stage the errors of modules in execution order by steps."""
+    stages: dict[str, dict[str, dict[int, tuple[float, str]]]] = {}
+    """By stage, module and step the largest error over ranks and quantities, and where it is."""
+    for stage in result.stages:
+        rows, step = stages.setdefault(stage.place.stage, {}), stage.place.step
+        for module, (error, quantity) in stage.modules.items():
+            told = f"{module}, step {step}: {quantity} {error_text(error)}, {stage.place.rank}"
+            row = rows.setdefault(module, {})
+            row[step] = max(row.get(step, (error, told)), (error, told), key=lambda one: one[0])
+    console = Console(file=io.StringIO(), record=True, width=180)
+    console.print(*comparison_renderables(result))
+    said = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    environment = Environment(loader=FileSystemLoader(_ASSETS), autoescape=True, undefined=StrictUndefined)
+    environment.filters["level"] = level
+    template = environment.get_template("precision_heatmap.html.j2")
+    return template.render(result=result, said=said, stages=stages, first=result.divergence)

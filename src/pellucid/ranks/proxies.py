@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from pellucid.build import RoleName
-from pellucid.precision.finding import Finding, earliest
+from pellucid.precision.sentinel import Finding, earliest
 from pellucid.ranks.group import WorkerGroup
 from pellucid.ranks.worker import RankWorker
 from pellucid.rollout.requests import Completion, EngineStats, Request, RolloutEngine, WeightUpdate
