@@ -30,7 +30,7 @@ RAY = ["trainer.placement=ray"]
 CRITIC = ["algorithm.adv_estimator=gae"]
 KL = [f"{ACTOR}.use_kl_loss=true"]
 FIXED = [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
-FACTS = ModelFacts(1000, 8, 16, 2, 2, 4, 50, "float32")
+FACTS = ModelFacts(1000, 8, 16, 2, 2, 4, 50)
 
 
 @cache

@@ -21,7 +21,7 @@ from pellucid.config.fields import yaml_word
 from pellucid.config.schema import RunConfig
 from pellucid.config.schema.msprobe_json import SECTION as PRECISION
 from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS
-from pellucid.config.trees import Tree, get, merged, put, remove, resolve
+from pellucid.config.trees import Tree, get, merged, put, remove, resolve, walk
 from pellucid.errors import UserError, did_you_mean
 
 _STEPS = "trainer.profile_steps"
@@ -150,18 +150,6 @@ def _beside(*names: str) -> Callable[[str, Any], Tree]:
     return lambda key, value: {f"{key.rpartition('.')[0]}.{name}": value for name in names}
 
 
-def _for_all_roles(key: str, block: Any) -> Tree:
-    """Read a role's settings of the precision debugger, which has one setting for all roles.
-
-    Raises:
-        UserError: a setting that the run, or the role's profiler, decides.
-    """
-    told = {name: value for name, value in block.items() if value not in (None, False) and name != "enable"}
-    for name in told.keys() & _MOVED.keys():
-        raise UserError(f"{key}.{name}", "is not a setting of the tool here.", _MOVED[name])
-    return {f"{PRECISION}.{name}": value for name, value in told.items()}
-
-
 def _tis(key: str, value: Any) -> Tree:
     level = {"algorithm.rollout_is_level": "token", "algorithm.rollout_is_mode": "truncate"}
     weights = {"algorithm.rollout_is_threshold": value, "algorithm.rollout_is": True}
@@ -198,14 +186,22 @@ _ENGINE_KEYS = (
     *("gpu_memory_utilization", "enforce_eager", "free_cache_engine", "load_format", "max_model_len"),
     *("enable_chunked_prefill", "disable_log_stats", "engine_kwargs", "layered_summon", "agent"),
 )
+_FOLDER = "The run decides where captures go; set global_profiler.save_path for another folder."
 _MOVED = {
-    "enable": "Set global_profiler.tool: precision_debugger, or null for none.",
-    "data_dir": "The run decides where captures go; set global_profiler.save_path for another folder.",
-    "dump_path": "The run decides where captures go; set global_profiler.save_path for another folder.",
-    "steps": "Set global_profiler.steps.",
-    "ranks": "Set the role's profiler.ranks.",
+    "*.profiler.tool_config.precision_debugger": f"Set {PRECISION}, which is for all roles.",
+    f"{PRECISION}.enable": "Set global_profiler.tool: precision_debugger, or null for none.",
+    f"{PRECISION}.data_dir": _FOLDER,
+    f"{PRECISION}.dump_path": _FOLDER,
+    f"{PRECISION}.steps": "Set global_profiler.steps.",
+    f"{PRECISION}.ranks": "Set the role's profiler.ranks.",
 }
 """Keys of verl's precision debugger → what to do here."""
+_NEEDED = {
+    "critic": "algorithm.adv_estimator: gae",
+    "reward_model": "reward_model.enable: true",
+    "actor_rollout_ref.ref": "actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward: true",
+}
+"""Sections of roles that only some runs have, and what gives a run the role."""
 _LATER: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.hybrid_engine": (True,),
     "reward_model.launch_reward_fn_async": (False,),
@@ -236,28 +232,9 @@ TABLE: tuple[Row, ...] = (
     Row("*.fsdp_config.mixed_precision", ({},), _mixed_precision),
     Row("actor_rollout_ref.ref.fsdp_config.offload_policy", (False,), _beside("param_offload")),
     Row("*.fsdp_config.offload_policy", (False,), _beside("param_offload", "optimizer_offload")),
-    Row("*.profiler.tool_config.precision_debugger", ({},), _for_all_roles, only_with="precision_debugger"),
-    *(Row(f"{PRECISION}.{name}", (), remedy=remedy, only_with="precision_debugger") for name, remedy in _MOVED.items()),
+    *(Row(key, (), remedy=remedy, only_with="precision_debugger") for key, remedy in _MOVED.items()),
     *(Row(pattern, off) for pattern, off in _LATER.items()),
 )
-_NEEDED = {
-    "critic": "algorithm.adv_estimator: gae",
-    "reward_model": "reward_model.enable: true",
-    "actor_rollout_ref.ref": "actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward: true",
-}
-"""Sections of roles that only some runs have, and what gives a run the role."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """Old keys in a user's tree that are read together, mostly one alone."""
-
-    keys: Tree
-    """The old keys with their values."""
-    new: Tree
-    """What takes their place; empty when they are dropped."""
-    error: UserError | None = None
-    """What stops a run."""
 
 
 def _old_keys(node: Tree, prefix: str = "") -> Iterator[tuple[str, Any, Row | None]]:
@@ -271,43 +248,43 @@ def _old_keys(node: Tree, prefix: str = "") -> Iterator[tuple[str, Any, Row | No
             yield from _old_keys(value, f"{key}.")
 
 
-def find_old(user: Tree, defaults: Tree) -> list[Found]:
+def find_old(user: Tree, defaults: Tree) -> list[tuple[Tree, Tree, UserError | None]]:
     """Return the old keys that a tree holds, in file order; those of profiling come last and are one entry.
 
     Args:
         user: the keys that are set.
         defaults: what other keys are where they are not set; empty for a file that is part of a config.
 
+    Returns:
+        Old keys with their values, the keys that take their place (none: they are dropped), and what stops a run.
+
     Raises:
         UserError: one of them cannot be read.
     """
     tree = merged(defaults, user)
-    found: list[Found] = []
+    tool = get(tree, "global_profiler.tool")
+    found: list[tuple[Tree, Tree, UserError | None]] = []
     profiling: Tree = {}
     for key, value, row in _old_keys(user):
         if row is None:
             profiling[key] = resolve(tree, key)
-        else:
-            found.append(_found(row, key, value, tree))
+            continue
+        if not row.stops and ... not in row.off:
+            value = resolve(tree, key)
+        new, error = {}, None
+        if not row.is_off(value, tool):
+            if row.new is None:
+                shown = "this section" if isinstance(value, dict) else f"the value {yaml_word(value)}"
+                off = f" or set it to {yaml_word(row.off[0])}" if row.off else ""
+                reason = f"{shown} asks for what this version does not have."
+                error = UserError(key, reason, row.remedy or f"Remove it{off}.")
+            else:
+                new = row.new(key, value)
+                error = UserError(key, f"this spelling is replaced by\n{_yaml(new)}", _MIGRATE) if row.stops else None
+        found.append(({key: value}, new, error))
     if profiling:
-        found.append(Found(profiling, _profiling(profiling, get(tree, "global_profiler.tool") or "nsys")))
+        found.append((profiling, _profiling(profiling, tool or "nsys"), None))
     return found
-
-
-def _found(row: Row, key: str, value: Any, tree: Tree) -> Found:
-    """Read one old key by its row."""
-    if not row.stops and ... not in row.off:
-        value = resolve(tree, key)
-    if row.is_off(value, get(tree, "global_profiler.tool")):
-        return Found({key: value}, {})
-    if row.new is None:
-        shown = "this section" if isinstance(value, dict) else f"the value {yaml_word(value)}"
-        off = f" or set it to {yaml_word(row.off[0])}" if row.off else ""
-        error = UserError(key, f"{shown} asks for what this version does not have.", row.remedy or f"Remove it{off}.")
-        return Found({key: value}, {}, error)
-    new = row.new(key, value)
-    error = UserError(key, f"this spelling is replaced by\n{_yaml(new)}", _MIGRATE) if row.stops else None
-    return Found({key: value}, new, error)
 
 
 def translate(user: Tree, defaults: Tree, notices: list[str]) -> None:
@@ -318,37 +295,31 @@ def translate(user: Tree, defaults: Tree, notices: list[str]) -> None:
             (`ConfigError` for several).
     """
     hints, found = flat_hints(RunConfig), find_old(user, defaults)
-    raise_all([item.error for item in found if item.error is not None])
-    for item in found:
-        names = ", ".join(item.keys)
-        for key in item.keys:
+    raise_all([error for _, _, error in found if error is not None])
+    for old, new, _ in found:
+        names = ", ".join(old)
+        for key in old:
             remove(user, key)
-        for key, value in item.new.items():
+        for key, value in new.items():
             wanted = in_one_spelling(value, hints.get(key))
             if (own := get(user, key)) is not None and in_one_spelling(own, hints.get(key)) != wanted:
                 raise UserError(key, f"is also set, to another value, by {names}.", "Keep one of the two.")
             put(user, key, wanted)
-        if item.new:
+        if new:
             no_ranks = "profile_ranks of null or [] is no ranks. " if "profile_" in names else ""
-            notices.append(
-                f"{names} {'is' if len(item.keys) == 1 else 'are'} read as\n{_yaml(item.new)}{no_ranks}{_MIGRATE}"
-            )
-    if dropped := [key for item in found if not item.new for key in item.keys]:
+            notices.append(f"{names} {'is' if len(old) == 1 else 'are'} read as\n{_yaml(new)}{no_ranks}{_MIGRATE}")
+    if dropped := [key for old, new, _ in found if not new for key in old]:
         notices.append(f"Keys that change nothing here, dropped: {', '.join(dropped)}")
 
 
 def drop_targets(tree: Tree, notices: list[str]) -> None:
     """Remove the `_target_` keys of Hydra's instantiation, with one line for all."""
-    if count := _drop_targets(tree):
-        notices.append(f"Ignored {count} `_target_` key{'s' * (count > 1)}: classes are not chosen by name here.")
-
-
-def _drop_targets(node: Any) -> int:
-    if isinstance(node, list):
-        return sum(map(_drop_targets, node))
-    if not isinstance(node, dict):
-        return 0
-    return int(node.pop("_target_", None) is not None) + sum(map(_drop_targets, node.values()))
+    if keys := [key for key, _ in walk(tree) if key.rpartition(".")[2] == "_target_"]:
+        notices.append(
+            f"Ignored {len(keys)} `_target_` key{'s' * (len(keys) > 1)}: classes are not chosen by name here."
+        )
+    for key in keys:
+        remove(tree, key)
 
 
 def migrate(source: Path) -> tuple[str, list[str]]:
@@ -368,17 +339,17 @@ def migrate(source: Path) -> tuple[str, list[str]]:
     tree: Any = OmegaConf.to_container(read_yaml(source), resolve=False)
     changes: list[str] = []
     drop_targets(tree, changes)
-    for item in find_old(tree, {}):
-        if item.error is not None and not item.new:
-            changes.append(f"{item.error} It stays in the file.")
+    for old, new, error in find_old(tree, {}):
+        if error is not None and not new:
+            changes.append(f"{error} It stays in the file.")
             continue
-        for key in item.keys:
+        for key in old:
             remove(tree, key)
-        for key, value in item.new.items():
+        for key, value in new.items():
             put(tree, key, value)
-        changes.append(f"{_line(item.keys)} → {_line(item.new) or 'removed (changes nothing here)'}")
+        changes.append(f"{_line(old)} → {_line(new) or 'removed (changes nothing here)'}")
         for section, needs in _NEEDED.items():
-            if item.new.get(f"{section}.profiler.enable"):
+            if new.get(f"{section}.profiler.enable"):
                 changes.append(f"{section}.profiler acts in runs with {needs}.")
     return OmegaConf.to_yaml(OmegaConf.create(tree)), changes
 

@@ -29,17 +29,14 @@ class Key(NamedTuple):
 
     name: str
     """Full dotted name."""
-    type: Any
-    """Annotated type; of a section its dataclass."""
+    type: str
+    """As users read it."""
     default: Any
     """As YAML has it: with links, and `???` where it must be set; of a section a mapping."""
     doc: str
     """The field's docstring on one line."""
-
-    @property
-    def is_section(self) -> bool:
-        """Whether it is a section of keys."""
-        return dataclasses.is_dataclass(self.type)
+    section: type | None
+    """The dataclass of a section of keys."""
 
 
 @cache
@@ -56,18 +53,14 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def keys(root: type) -> list[Key]:
-    """Return the keys of the schema, a section before its fields."""
-    hints: dict[str, Any] = {"": root, **flat_hints(root)}
-    return [
-        Key(
-            name,
-            hint,
-            get(defaults_tree(root), name),
-            field_docs(hints[name.rpartition(".")[0]])[name.rpartition(".")[2]],
-        )
-        for name, hint in flat_hints(root).items()
-    ]
+def keys(root: type) -> Iterator[Key]:
+    """Yield the keys of the schema, a section before its fields."""
+    hints = flat_hints(root)
+    for name, hint in hints.items():
+        parent, _, field = name.rpartition(".")
+        section = hint if dataclasses.is_dataclass(hint) else None
+        default, doc = get(defaults_tree(root), name), field_docs(hints.get(parent, root))[field]
+        yield Key(name, type_text(hint), default, doc, section)  # pyright: ignore[reportArgumentType]
 
 
 def annotated_yaml(root: type, values: dict[str, Any] | None = None) -> str:
@@ -79,15 +72,11 @@ def annotated_yaml(root: type, values: dict[str, Any] | None = None) -> str:
     """
     parts = [_HEAD.strip()]
     for key in keys(root):
-        indent, value, allowed = (
-            "  " * key.name.count("."),
-            get(values or defaults_tree(root), key.name),
-            type_text(key.type),
-        )
-        has_bounds = not key.is_section and key.type is not bool and any(sign in allowed for sign in "|≥≤<>")
-        about = f"{key.doc} Allowed: {allowed}." if has_bounds else key.doc
+        indent, value = "  " * key.name.count("."), get(values, key.name) if values else key.default
+        has_bounds = not key.section and key.type != "true | false" and any(sign in key.type for sign in "|≥≤<>")
+        about = f"{key.doc} Allowed: {key.type}." if has_bounds else key.doc
         comment = textwrap.wrap(about, 116 - len(indent), break_on_hyphens=False)
-        if key.is_section:
+        if key.section:
             shown = ""
         elif isinstance(value, dict) and value:
             shown = "".join(f"\n{indent}  {name}: {yaml_value(entry)}" for name, entry in value.items())
@@ -128,22 +117,22 @@ def _sections(root: type) -> Iterator[str]:
     A section of a kind that was described before refers to that one.
     """
     described: dict[type, str] = {}
-    skipped: tuple[str, ...] = ()
-    every = keys(root)
-    for section in (key for key in every if key.is_section):
-        if section.name.startswith(skipped or " "):
+    skipped: list[str] = []
+    every = list(keys(root))
+    for section in every:
+        if section.section is None or any(section.name.startswith(f"{name}.") for name in skipped):
             continue
         yield from ("", f"### {section.name}", "")
-        if described.setdefault(section.type, section.name) != section.name:
-            skipped += (f"{section.name}.",)
-            yield f"{section.doc} Its keys are those of `{described[section.type]}`."
+        if described.setdefault(section.section, section.name) != section.name:
+            skipped.append(section.name)
+            yield f"{section.doc} Its keys are those of `{described[section.section]}`."
             continue
         yield section.doc
-        inside = [key for key in every if key.name.rpartition(".")[0] == section.name and not key.is_section]
+        inside = [key for key in every if key.name.rpartition(".")[0] == section.name and not key.section]
         if inside:
             yield from ("", "| key | type | default | meaning |", "| --- | --- | --- | --- |")
         for key in inside:
-            cells = (f"`{key.name}`", type_text(key.type), f"`{yaml_value(key.default)}`", key.doc)
+            cells = (f"`{key.name}`", key.type, f"`{yaml_value(key.default)}`", key.doc)
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -17,11 +17,11 @@ from pellucid.algo.catalog import loss_entry
 from pellucid.config.compat import drop_targets, translate
 from pellucid.config.compose import compose_user_tree
 from pellucid.config.convert import convert, defaults_tree, flat_hints, hints_of, raise_all
-from pellucid.config.presets import expand_preset
+from pellucid.config.presets import PRESETS
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.msprobe_json import SECTION as PRECISION
 from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS, ScheduleConfig
-from pellucid.config.trees import Tree, get, has_link, merged, put, resolve, resolve_all, walk
+from pellucid.config.trees import Tree, get, has_link, merged, put, resolve, walk
 from pellucid.config.validate import validate
 from pellucid.errors import UserError
 
@@ -68,10 +68,10 @@ def load_config(source: str | Path | None, overrides: list[str], root: type[Root
         _separate_followers(user, tree)
         _default_training(user, tree, notices)
         _default_tools(user, tree, notices)
-        expand_preset(user, tree, notices)
+        _expand_preset(user, tree, notices)
     if missing := [key for key, value in walk(tree) if value == "???"]:
         raise UserError(", ".join(missing), "must be set.", f"Set it in the recipe or as an override: {missing[0]}=…")
-    config = convert(root, resolve_all(tree, defaults))
+    config = convert(root, resolve(tree))
     return Loaded(config, notices + validate(config))
 
 
@@ -138,6 +138,17 @@ def _default_training(user: Tree, tree: Tree, notices: list[str]) -> None:
     if "loss_agg_mode" not in get(user, _ACTOR, {}) and loss_entry(loss).sequence_mean:
         actor["loss_agg_mode"] = "seq-mean-token-mean"
         notices.append(f"{_ACTOR}.loss_agg_mode: seq-mean-token-mean, which loss_mode: {loss} is defined with.")
+
+
+def _expand_preset(user: Tree, tree: Tree, notices: list[str]) -> None:
+    """Put in the keys of the chosen preset where the user set none, and name those that he set otherwise."""
+    preset_key = "algorithm.rollout_correction_preset"
+    preset_name, own = resolve(tree, preset_key), get(user, "algorithm", {})
+    preset = PRESETS.get(preset_name, {})
+    tree["algorithm"] |= {key: value for key, value in preset.items() if key not in own}
+    chosen = {key: resolve(tree, f"algorithm.{key}") for key in preset}
+    if kept := [f"algorithm.{key}: {value}" for key, value in chosen.items() if value != preset[key]]:
+        notices.append(f"{preset_key}: {preset_name}, but for what is set itself: {', '.join(kept)}")
 
 
 def _default_tools(user: Tree, tree: Tree, notices: list[str]) -> None:

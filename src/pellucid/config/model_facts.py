@@ -14,7 +14,6 @@ from typing import Any
 from pellucid.errors import UserError
 
 _BUILTIN = Path(__file__).parents[1] / "assets" / "builtin"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    dtype: str
-    """Number format of the weights on disk."""
 
 
 def read_model_facts(path: str) -> ModelFacts | None:
@@ -42,49 +39,35 @@ def read_model_facts(path: str) -> ModelFacts | None:
         UserError: a config or weights file cannot be read.
     """
     folder = _BUILTIN if path == "builtin" else Path(path)
-    weights = _weight_files(folder)
-    if not weights or not (folder / "config.json").is_file():
+    weights, config = list(folder.glob("model*.safetensors")), folder / "config.json"
+    if not weights or not config.is_file():
         return None
-    facts = _read_json(folder / "config.json")
-    tensors = {name: tensor for file in weights for name, tensor in _read_header(file).items()}
-    largest = max(tensors.values(), key=lambda tensor: math.prod(tensor[0]))
+    try:
+        facts: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(str(config), f"this file is not valid JSON ({error}).", "Fetch the model again.") from error
+    num_parameters = sum(map(_num_parameters, weights))
     try:
         heads, hidden = facts["num_attention_heads"], facts["hidden_size"]
         return ModelFacts(
-            num_parameters=sum(math.prod(shape) for shape, _ in tensors.values()),
+            num_parameters=num_parameters,
             hidden_size=hidden,
             intermediate_size=facts["intermediate_size"],
             num_layers=facts["num_hidden_layers"],
             num_kv_heads=facts.get("num_key_value_heads") or heads,
             head_dim=facts.get("head_dim") or hidden // heads,
             vocab_size=facts["vocab_size"],
-            dtype=_DTYPES.get(largest[1], largest[1]),
         )
     except KeyError:
         return None
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    return [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))] if index.is_file() else []
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(str(file), f"this file is not valid JSON ({error}).", "Fetch the model again.") from error
-
-
-def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return each tensor's shape and number format; safetensors refuses a file that is cut off or altered."""
+def _num_parameters(file: Path) -> int:
+    """Return how many numbers the tensors of a file have; safetensors refuses a file that is cut off or altered."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="np") as stream:
-            slices = {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118, it is no dict
-            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+            return sum(math.prod(stream.get_slice(name).get_shape()) for name in stream.keys())  # noqa: SIM118, no dict
     except (SafetensorError, OSError) as error:
         raise UserError(str(file), f"this weights file cannot be read ({error}).", "Fetch the model again.") from error

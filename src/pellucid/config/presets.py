@@ -1,16 +1,10 @@
 """The named settings of rollout correction (`algorithm.rollout_correction_preset`) and the keys each stands for.
 
-`load.py` expands a preset before types are checked. Keys not listed stay at their defaults: token level, truncate,
-veto.
+`load.py` puts them in before types are checked; the others stay at their defaults: token level, truncate, veto.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
-from pellucid.config.trees import Tree, get, resolve
-
-_KEY = "algorithm.rollout_correction_preset"
 _METRICS = {"rollout_is_threshold": 2.0}
 _TOKEN = {"rollout_is_threshold": 2.0, "rollout_is": True}
 _SEQUENCE = {**_TOKEN, "rollout_is_level": "sequence"}
@@ -38,22 +32,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs": _REINFORCE | _GEOMETRIC,
     "bypass_pg_geo_rs_token_tis": _REINFORCE | _TOKEN | _GEOMETRIC,
 }
-
-
-def expand_preset(user: Tree, tree: Tree, notices: list[str]) -> None:
-    """Fill in the keys of the chosen preset.
-
-    Args:
-        user: the keys the user set; these are left as they are.
-        tree: the same over the defaults; changed in place.
-        notices: a line is appended that names the user's keys which differ from the preset.
-    """
-    name, own = resolve(tree, _KEY), get(user, "algorithm", {})
-    kept: list[str] = []
-    for key, value in PRESETS.get(name, {}).items():
-        if key not in own:
-            tree["algorithm"][key] = value
-        elif (chosen := resolve(tree, f"algorithm.{key}")) != value:
-            kept.append(f"algorithm.{key}: {chosen}")
-    if kept:
-        notices.append(f"{_KEY}: {name}, but for what is set itself: {', '.join(kept)}")

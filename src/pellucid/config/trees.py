@@ -12,7 +12,7 @@ from typing import Any
 from pellucid.errors import UserError
 
 Tree = dict[str, Any]
-_SCHEMA_LINK = re.compile(r"\$\{([\w.]+)\}")
+_LINK = re.compile(r"\$\{([\w.]+)\}")
 
 
 def get(tree: Tree, key: str, default: Any = None) -> Any:
@@ -68,16 +68,34 @@ def has_link(value: Any) -> bool:
     return any(map(has_link, value)) if isinstance(value, list) else isinstance(value, str) and "${" in value
 
 
-def follow(tree: Tree, section: str, link: str) -> Any:
-    """Return the value of one of the schema's own links, which stands in `section`."""
+def follow(tree: Tree, value: Any, section: str) -> Any:
+    """Return a value that stands in `section` with its links followed, as far as each names one other key.
+
+    Raises:
+        KeyError: a link does more than that, or leads nowhere.
+    """
 
     def value_of(match: re.Match[str]) -> Any:
         key = f"{section}{match[1]}" if match[1].startswith(".") else match[1]
-        value = get(tree, key)
-        return follow(tree, key.rpartition(".")[0], value) if has_link(value) else value
+        target = get(tree, key, "???")
+        return follow(tree, target, key if isinstance(target, dict) else key.rpartition(".")[0])
 
-    whole = _SCHEMA_LINK.fullmatch(link)
-    return value_of(whole) if whole else _SCHEMA_LINK.sub(lambda match: str(value_of(match)), link)
+    if isinstance(value, dict):
+        inside = {
+            name: f"{section}.{name}".lstrip(".") if isinstance(part, dict) else section for name, part in value.items()
+        }
+        return {name: follow(tree, part, inside[name]) for name, part in value.items()}
+    if isinstance(value, list):
+        return [follow(tree, item, section) for item in value]
+    if value == "???":
+        raise KeyError(section)
+    if not has_link(value):
+        return value
+    whole = _LINK.fullmatch(value)
+    followed = value_of(whole) if whole else _LINK.sub(lambda match: str(value_of(match)), value)
+    if has_link(followed) or "\\$" in value:
+        raise KeyError(value)
+    return followed
 
 
 def resolve(tree: Tree, key: str = "") -> Any:
@@ -86,33 +104,17 @@ def resolve(tree: Tree, key: str = "") -> Any:
     Raises:
         UserError: a link leads nowhere.
     """
-    if key and not has_link(value := get(tree, key)):
-        return value
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+    value = get(tree, key) if key else tree
     try:
-        config: Any = OmegaConf.create(tree)
-        value = OmegaConf.select(config, key) if key else config
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except OmegaConfBaseException as error:
-        reason = f"its interpolation cannot be resolved ({str(error).splitlines()[0]})."
-        raise UserError(key or str(error.full_key), reason) from error
+        return follow(tree, value, key if isinstance(value, dict) else key.rpartition(".")[0])
+    except (KeyError, RecursionError):  # OmegaConf takes a hundred times as long, and knows more kinds of links
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
 
-
-def resolve_all(tree: Tree, defaults: Tree) -> Tree:
-    """Return the tree, which holds no `???`, with all links followed.
-
-    Where no link but those of `defaults`, the schema's tree, is left, these are followed without OmegaConf, which takes
-    long.
-
-    Raises:
-        UserError: a link leads nowhere.
-    """
-    links = {key: value for key, value in walk(tree) if not isinstance(value, dict) and has_link(value)}
-    if any(value != get(defaults, key) for key, value in links.items()):
-        return resolve(tree)
-    result = merged(tree, {})
-    for key, link in links.items():
-        put(result, key, follow(tree, key.rpartition(".")[0], link))
-    return result
+        try:
+            config: Any = OmegaConf.create(tree)
+            value = OmegaConf.select(config, key) if key else config
+            return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            reason = f"its interpolation cannot be resolved ({str(error).splitlines()[0]})."
+            raise UserError(key or str(error.full_key), reason) from error

@@ -82,7 +82,7 @@ class CheckpointConfig:
 class PolicyLossConfig:
     """Which policy loss is minimised."""
 
-    loss_mode: LossMode = "vanilla"
+    loss_mode: LossMode = option("vanilla", needs=Needs("algorithm.loss_type", ("ppo_clip",)))
     """Form of the loss: vanilla is PPO's clipped ratio times advantage, with a dual clip; `file.py:name` is a function
     of your own."""
     clip_cov_ratio: Annotated[float, Range(gt=0, le=1)] = 0.0002

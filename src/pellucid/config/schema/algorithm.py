@@ -96,7 +96,7 @@ class AlgorithmConfig:
     it."""
     rollout_is_threshold: Positive | None = None
     """Upper bound of the importance weights π_old ÷ π_rollout, and their main switch: null computes none."""
-    rollout_is: bool = False
+    rollout_is: bool = option(False, needs=_WEIGHTS)
     """Multiply the policy loss by the weights; false only computes their metrics."""
     rollout_is_threshold_lower: Positive | None = option(None, needs=(_WEIGHTS, Needs(".rollout_is_mode", ("clip",))))
     """Lower bound of the weights in clip mode; null is 1 ÷ upper bound."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pellucid.config.schema.profiler import PrecisionDebuggerConfig, PrecisionLevel
-from pellucid.errors import UserError, did_you_mean
+from pellucid.errors import UserError
 
 SECTION = "global_profiler.global_tool_config.precision_debugger"
 _CHOICES: dict[str, tuple[str, ...]] = {"task": ("statistics", "tensor"), "level": get_args(PrecisionLevel)}
@@ -24,12 +24,6 @@ _DECIDED = {
     "load": "a capture leaves what the run computes as it is",
 }
 """Keys of msprobe → why they stay empty here."""
-_TASK_OPTIONS = ("scope", "list", "data_mode", "slice", "summary_mode", "tensor_list")
-_KEYS = (
-    *("task", "level", *_DECIDED, "extra_info", "async_dump", "precision", "risk_level", "custom_op_namespaces"),
-    *("statistics", "tensor", "acc_check", "structure", "diff_check", "exception_dump", "nan_check"),
-)
-"""All that msprobe 26.2 reads: it leaves out what it does not know without a word."""
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -66,13 +60,6 @@ def mistakes(path: str, settings: PrecisionDebuggerConfig) -> Iterator[UserError
     for key, choices in _CHOICES.items():
         if content.get(key) not in (None, *choices):
             yield UserError(f"{path}, {key}", f"{json.dumps(content[key])} is not one of {' | '.join(choices)}.")
-    task = content.get("task") or "statistics"
-    options = content.get(task) or {}
-    keys = [(key, key, _KEYS) for key in content]
-    keys += [(f"{task}.{key}", key, _TASK_OPTIONS) for key in options if isinstance(options, dict)]
-    for shown, key, known in keys:
-        if key not in known:
-            yield UserError(f"{path}, {shown}", "msprobe reads no such key here.", did_you_mean(key, known))
     level = content.get("level")
     if level in _CHOICES["level"] and settings.level not in (None, level):
         reason = f"is {settings.level}, and {path} has level {level}."

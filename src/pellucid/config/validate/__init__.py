@@ -42,7 +42,7 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
         if not any(error.field == said.field or error.reason == said.reason for said in distinct):
             distinct.append(error)
     raise_all(distinct)
-    return [note for rule in (steps, correction, ranks, profiling) for note in rule.unusual(config, changed)]
+    return [note for rule in (steps, ranks, profiling) for note in rule.unusual(config, changed)]
 
 
 def changed_keys(config: RunConfig | SftConfig) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def changed_keys(config: RunConfig | SftConfig) -> dict[str, Any]:
     for key, hint in flat_hints(type(config)).items():
         if not dataclasses.is_dataclass(hint):
             value, default = get(tree, key), get(defaults, key)
-            if value != (follow(tree, key.rpartition(".")[0], default) if has_link(default) else default):
+            if value != (follow(tree, default, key.rpartition(".")[0]) if has_link(default) else default):
                 changed[key] = value
     return changed
 

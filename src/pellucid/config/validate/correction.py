@@ -1,12 +1,11 @@
 """Rules on rollout correction: bounds in order, log-probabilities at hand, and nothing that biases silently.
 
-`validate` in the package calls `mistakes` and `unusual`.
+`validate` in the package calls `mistakes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pellucid.algo.catalog import loss_entry
 from pellucid.config.schema import RunConfig
@@ -36,9 +35,6 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             )
             yield UserError(f"{ROLLOUT}.{key}", reason, f"Set it to {whole}, or correct nothing.")
     upper, lower = algorithm.rollout_is_threshold, algorithm.rollout_is_threshold_lower
-    if algorithm.rollout_is and upper is None:
-        reason = "true applies importance weights, but rollout_is_threshold is null: none are computed."
-        yield UserError("algorithm.rollout_is", reason, "Set algorithm.rollout_is_threshold, e.g. 2.0.")
     yield from _bounds("algorithm.rollout_is_threshold", "algorithm.rollout_is_threshold_lower", upper, lower)
     for index, rule in enumerate(algorithm.rollout_rs):
         key, upper = f"algorithm.rollout_rs[{index}]", rule.upper or algorithm.rollout_rs_threshold
@@ -73,10 +69,6 @@ def _bypass(config: RunConfig) -> Iterator[UserError]:
     if algorithm.rollout_is_batch_normalize:
         reason = "needs the weights of the whole batch, which in bypass mode are computed per micro-batch."
         yield UserError("algorithm.rollout_is_batch_normalize", reason, "Set it or algorithm.bypass_mode to false.")
-    if reinforce and loss != "vanilla":
-        reason = f"{loss} is not used: algorithm.loss_type: reinforce takes its place."
-        remedy = "Remove it, or set algorithm.loss_type: ppo_clip."
-        yield UserError("actor_rollout_ref.actor.policy_loss.loss_mode", reason, remedy)
     if not reinforce and algorithm.rollout_is:
         reason = "in bypass mode the loss's own ratio is π_θ ÷ π_rollout already; weights would count it twice."
         yield UserError("algorithm.rollout_is", reason, "Set it to false, or algorithm.loss_type: reinforce.")
@@ -87,10 +79,3 @@ def _bypass(config: RunConfig) -> Iterator[UserError]:
             )
             remedy = "Reject whole sequences: level seq_mean, seq_sum or seq_max."
             yield UserError(f"algorithm.rollout_rs[{index}].level", reason, remedy)
-
-
-def unusual(config: RunConfig, _: dict[str, Any]) -> Iterator[str]:
-    """Yield a line about a veto that is allowed and seldom meant."""
-    veto = config.algorithm.rollout_is_veto_threshold
-    if config.algorithm.rollout_is_threshold is not None and veto is not None and veto >= 0.5:
-        yield f"algorithm.rollout_is_veto_threshold: {veto:g} discards sequences for ordinary tokens; 1e-4 is usual."

@@ -7,7 +7,7 @@ together, and requests that collect nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,15 @@ class Role:
         return self.name not in ACTOR_FOLLOWERS or any(mine[field] != actors[field] for field in fields)
 
 
-def roles_of(config: RunConfig) -> dict[str, Role]:
-    """Return the roles that can be profiled by name, also those that the run does not have."""
+def roles_of(config: RunConfig) -> list[Role]:
+    """Return the roles that can be profiled, also those that the run does not have."""
     blocks, absent = config.profilers, absent_roles(config)
-    return {name: Role(name, block, blocks["actor"], absent.get(name)) for name, block in blocks.items()}
+    return [Role(name, block, blocks["actor"], absent.get(name)) for name, block in blocks.items()]
 
 
 def collecting_roles(config: RunConfig) -> list[Role]:
     """Return the roles of which something is captured."""
-    return [role for role in roles_of(config).values() if role.block.collects and role.absence is None]
+    return [role for role in roles_of(config) if role.block.collects and role.absence is None]
 
 
 def mistakes(config: RunConfig) -> Iterator[UserError]:
@@ -157,17 +157,6 @@ def _capture(block: ProfilerConfig) -> dict[str, Any]:
     return {"tool": block.tool, "save_path": block.save_path, f"tool_config.{block.tool}": options}
 
 
-def why_not_captured(config: RunConfig, owner: Role, stage: Stage) -> str | None:
-    """Return why nothing is captured of a stage of the role `owner`; None when something is."""
-    if owner.absence is not None:
-        return f"does not come: {owner.absence}"
-    if stage == Stage.ACTOR_COMPUTE_LOG_PROB and config.algorithm.bypass_mode:
-        return "does not come with algorithm.bypass_mode: true"
-    if stage == Stage.ACTOR_COMPUTE_LOG_PROB and not config.needs_old_log_probs:
-        return "does not come: with one mini-batch and one epoch the update's own forward pass gives the old log-probs"
-    return None if owner.block.collects else f"is not captured: {owner.key} does not ask for it (enable, ranks)"
-
-
 def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each part of the request that collects nothing.
 
@@ -175,13 +164,13 @@ def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
         config: the whole config.
         changed: what `changed_keys` found.
     """
-    profiler, roles = config.global_profiler, roles_of(config)
+    profiler, collecting = config.global_profiler, collecting_roles(config)
     if not profiler.steps:
         asked = [key for key in changed if key.endswith(".profiler.enable") or key.startswith("global_profiler.")]
         if waiting := [key for key in asked if key not in (_STEPS, "global_profiler.save_path")]:
             yield f"Nothing is profiled: {_STEPS} is null or empty, so these wait: {', '.join(waiting)}"
         return
-    collecting, wanted = collecting_roles(config), [role for role in roles.values() if role.block.enable]
+    wanted = [role for role in roles_of(config) if role.block.enable]
     for role in wanted:
         if role.absence is not None and role.sets("enable", "ranks", "all_ranks"):
             yield f"PROFILING COLLECTS NOTHING of {role.key}: {role.absence}."
@@ -195,9 +184,8 @@ def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
     if late := [str(step) for step in profiler.steps if step > total]:
         yield f"{_STEPS}: {', '.join(late)} will not be profiled: the run ends with step {total}."
     for role in collecting:
-        for name in role.block.schedule.stages if role.sets("schedule") else ():
-            if (why := why_not_captured(config, roles[ROLE_OF[Stage(name)]], Stage(name))) is not None:
-                yield f"{role.key}.schedule.stages: {name} {why}."
+        key = f"{role.key}.schedule.stages"
+        yield from _uncaptured(key, role.block.schedule.stages if role.sets("schedule") else [], collecting)
         contents = role.block.tool_config.npu.contents
         if role.block.tool == "npu" and contents and "cpu" not in contents:
             yield f"{role.key}.tool_config.npu.contents: cpu is added, without which nothing is captured."
@@ -205,21 +193,17 @@ def unusual(config: RunConfig, changed: dict[str, Any]) -> Iterator[str]:
     idle = [key for key in changed if (tool := key.partition("tool_config.")[2].partition(".")[0]) and tool not in used]
     if idle and collecting and not any(map(is_import_path, used)):
         yield f"Settings of tools that are not used here, without effect: {', '.join(idle)}"
-    if _DEBUGGER in used:
-        yield from _uncovered(config, roles, collecting)
-
-
-def _uncovered(config: RunConfig, roles: dict[str, Role], collecting: list[Role]) -> Iterator[str]:
-    """Yield a line for each stage and role of which the precision debugger captures nothing."""
-    settings = config.global_profiler.global_tool_config.precision_debugger
-    for stage in map(Stage, settings.stages):
-        owner = roles[ROLE_OF[stage]]
-        if (why := why_not_captured(config, owner, stage)) is not None:
-            yield f"{PRECISION}.stages: {stage} {why}."
-        elif owner.block.tool != _DEBUGGER:
-            yield f"{PRECISION}.stages: {stage} is not captured: {owner.key}.tool is {owner.block.tool}."
-    for role in collecting:
-        covered = any(map(settings.covers, stages_of(role.name)))
-        if role.block.tool == _DEBUGGER and role.sets("enable") and not covered:
+    debugged = [role for role in collecting if role.block.tool == _DEBUGGER]
+    settings = profiler.global_tool_config.precision_debugger
+    yield from _uncaptured(f"{PRECISION}.stages", settings.stages if debugged else [], debugged)
+    for role in debugged:
+        if role.sets("enable") and not any(map(settings.covers, stages_of(role.name))):
             left_out = f"backend {settings.backend} and stages leave out {', '.join(stages_of(role.name))}"
             yield f"PROFILING COLLECTS NOTHING of {role.key}: {left_out}."
+
+
+def _uncaptured(key: str, stages: Sequence[str], collecting: list[Role]) -> Iterator[str]:
+    """Yield a line for each stage that `key` names and that belongs to none of the collecting roles."""
+    for stage in stages:
+        if (owner := ROLE_OF[Stage(stage)]) not in {role.name for role in collecting}:
+            yield f"{key}: {stage} is not captured: the run has no {owner}, or its profiler does not ask for it."

@@ -25,9 +25,8 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
         yield UserError(f"trainer.{key}", reason, "Set trainer.placement: ray, or both to 1.")
         return
     if address not in (None, "auto") and not re.fullmatch(r"[^/\s]+:\d+", address):
-        reason = f"'{address}' is no address of a cluster."
         remedy = "Set it to host:port of its head, e.g. 10.0.0.1:6379, to auto, or to null."
-        yield UserError("trainer.ray_address", reason, remedy)
+        yield UserError("trainer.ray_address", f"'{address}' is no address of a cluster.", remedy)
     if address is None and trainer.nnodes > 1:
         reason = f"{trainer.nnodes} machines, but trainer.ray_address: null starts a cluster on this machine alone."
         remedy = "Start Ray on each machine and set trainer.ray_address, e.g. to auto; or set nnodes to 1."
