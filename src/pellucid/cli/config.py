@@ -15,7 +15,6 @@ from rich.table import Table
 from pellucid.cli.arguments import Overrides
 from pellucid.config import RunConfig, SftConfig, build_plan, load_config, read_model_facts
 from pellucid.config.compat import migrate
-from pellucid.config.convert import type_text
 from pellucid.config.describe import annotated_yaml, keys, yaml_value
 from pellucid.config.plan import plan_rows
 from pellucid.console import console, error_console, notice
@@ -65,7 +64,7 @@ def list_keys(
     sft: Sft = False,
 ) -> None:
     """List the keys with their types, defaults and meanings."""
-    every = [key for key in keys(SftConfig if sft else RunConfig) if not key.is_section]
+    every = [key for key in keys(SftConfig if sft else RunConfig) if not key.section]
     chosen = [key for key in every if pattern in key.name]
     if not chosen:
         remedy = did_you_mean(pattern, {word for key in every for word in key.name.split(".")})
@@ -73,16 +72,14 @@ def list_keys(
     table = Table("key", "type", "default", "meaning", show_lines=True)
     table.columns[0].overflow = "fold"
     for key in chosen:
-        table.add_row(key.name, type_text(key.type), yaml_value(key.default), key.doc)
+        table.add_row(key.name, key.type, yaml_value(key.default), key.doc)
     console.print(table, markup=False)
 
 
 @app.command("migrate")
 def migrate_command(
     old: Annotated[Path, typer.Argument(help="A YAML file with old spellings.")],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the new YAML here; otherwise it is printed.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it here; else it is printed.")] = None,
 ) -> None:
     """Rewrite old spellings to today's; comments are not kept."""
     text, changes = migrate(old)

@@ -24,13 +24,9 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def doctor(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="The recipe to be run; without one the machine alone is looked at.")
-    ] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe; without one the machine alone is looked at.")] = None,
     overrides: Overrides = None,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Start a Ray cluster, even if the recipe asks for none: about 15 seconds.")
-    ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Start a Ray cluster in any case: about 15 seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine before a run: devices, memory, versions, disk, ports, Ray; status 1 if there is a problem.

@@ -13,15 +13,11 @@ from pellucid.errors import UserError
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run, a model folder, a hub id, or 'builtin'.")],
-    files: Annotated[
-        str, typer.Option("--files", help="What to answer: task:NAME?args, a jsonl or parquet file, or a hub dataset.")
-    ],
-    num: Annotated[int | None, typer.Option("--num", min=1, help="At most this many problems.")] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Responses a problem; more than one samples and reports pass@k.")
-    ] = 1,
+    files: Annotated[str, typer.Option(help="Problems: task:NAME?args, a jsonl or parquet file, or a hub dataset.")],
+    num: Annotated[int | None, typer.Option(min=1, help="At most this many problems.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses a problem; with several, pass@k is reported.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 is greedy; the default is 0 for one sample, else 1.")
+        float | None, typer.Option(min=0.0, help="Default: 0, greedy, of one sample, else 1.")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest response.")] = 256,
     reward: Annotated[str | None, typer.Option("--reward", help="Own reward function, file.py:name.")] = None,
@@ -48,19 +44,13 @@ def evaluate(
 
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
-    if temperature < 0:
-        raise UserError("--temperature", f"{temperature} is negative.", "Use 0 for greedy, or a positive number.")
     if samples > 1 and temperature == 0:
-        raise UserError(
-            "--temperature", f"0 would draw the same response {samples} times.", "Leave it out, or set --samples 1."
-        )
+        reason = f"0 would draw the same response {samples} times."
+        raise UserError("--temperature", reason, "Leave it out, or set --samples 1.")
     device = devices.choose_device(device_name)
     policy, tokenizer = load_trained(model, device)
-    data = build_prompts(
-        DataConfig(train_files=files, val_files=files, val_max_samples=num, max_prompt_length=1 << 20),
-        tokenizer,
-        "val",
-    )
+    source = DataConfig(train_files=files, val_files=files, val_max_samples=num, max_prompt_length=1 << 20)
+    data = build_prompts(source, tokenizer, "val")
     path, _, name = (reward or "").rpartition(":")
     params = SamplingParams(n=samples, max_tokens=max_tokens, temperature=temperature or 1.0, do_sample=temperature > 0)
     engine = NativeRolloutEngine(

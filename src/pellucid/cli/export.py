@@ -105,11 +105,9 @@ def _find_checkpoint(path: str, step: int | None) -> tuple["RunDir", Path] | Non
     store = CheckpointStore(run.checkpoints)
     if run_path != folder:
         return run, store.verify(folder)
-    chosen = step if step is not None else store.latest()
-    if chosen is None:
-        remedy = "Wait for the first one (trainer.save_freq), or let the run finish."
-        raise UserError("RUN", f"'{run_path}' has no checkpoint yet.", remedy)
-    if chosen not in (steps := store.steps()):
-        remedy = f"It has: {', '.join(map(str, steps))}."
-        raise UserError("--step", f"'{run_path}' has no checkpoint of step {chosen}.", remedy)
-    return run, store.verify(chosen)
+    if not (steps := store.steps()):
+        raise UserError("RUN", f"'{run_path}' has no checkpoint yet.", "Wait for the first one (trainer.save_freq).")
+    if step not in (None, *steps):
+        reason = f"'{run_path}' has no checkpoint of step {step}."
+        raise UserError("--step", reason, f"It has: {', '.join(map(str, steps))}.")
+    return run, store.verify(steps[-1] if step is None else step)

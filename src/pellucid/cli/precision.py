@@ -6,6 +6,7 @@ The first three read captures, without torch; `replay` runs a stage that NaN end
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,22 +40,10 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write all of it here 
 def compare(
     a: A,
     b: Annotated[Path | None, typer.Argument(help="What to compare with; not given with --rollout.")] = None,
-    rollout: Annotated[
-        bool, typer.Option("--rollout", help="Compare the trainer of A with its rollout engine, for the same tokens.")
-    ] = False,
-    by_sample: Annotated[
-        bool,
-        typer.Option(
-            "--by-sample", help="Compare the same tokens, on whichever ranks and in whichever micro-batches they are."
-        ),
-    ] = False,
+    rollout: Annotated[bool, typer.Option("--rollout", help="Compare A's trainer with its rollout engine.")] = False,
+    by_sample: Annotated[bool, typer.Option("--by-sample", help="Compare the same tokens, wherever they are.")] = False,
     rtol: Annotated[
-        float | None,
-        typer.Option(
-            "--rtol",
-            min=0.0,
-            help="Largest relative error that is none: 1e-5; over samples 1e-4. 0 asks for equal statistics.",
-        ),
+        float | None, typer.Option(min=0.0, help="Largest relative error: 1e-5; over samples 1e-4.")
     ] = None,
     step: Step = None,
     stage: StageName = None,
@@ -64,31 +53,23 @@ def compare(
 ) -> None:
     """Name the first module at which two captures go apart, in the order of execution, and what it comes from.
 
-    Captures of the same step, stage and rank are compared. Where A and B are one step, stage or rank each, these may
-    differ.
+    Captures of the same step, stage and rank are compared; where A and B are one each, these may differ. --rtol 0 asks
+    for equal statistics. --by-sample compares over ranks and micro-batches of any number.
 
-    Two runs:
-    [bold]pellucid precision compare outputs/pellucid/good outputs/pellucid/bad --html heat.html[/bold]
-
-    One stage of them:
-    [bold]pellucid precision compare outputs/pellucid/good outputs/pellucid/bad --step 3 --stage actor_update[/bold]
+    Two runs, of a stage if need be:
+    [bold]pellucid precision compare outputs/pellucid/good outputs/pellucid/bad --stage actor_update[/bold]
 
     Two steps of a run:
     [bold]pellucid precision compare RUN/profile/step_3 RUN/profile/step_7[/bold]
 
-    One rank against two, or other micro-batches: over the tokens of each sample
-    [bold]pellucid precision compare outputs/pellucid/one_rank outputs/pellucid/two_ranks --by-sample[/bold]
-
-    Trainer against rollout engine, sample by sample, too, in all steps that have both:
+    Trainer against rollout engine, sample by sample, in all steps that have both:
     [bold]pellucid precision compare RUN --rollout[/bold]
 
     Status 0: equal within --rtol. 1: not, or one side lacks what the other has, or was cut short. 2: nothing to
     compare.
     """
     if rollout == (b is not None):
-        raise UserError(
-            "B", "compare needs two captures, or one run and --rollout.", "See: pellucid precision compare --help"
-        )
+        raise UserError("B", "compare needs two captures, or one run and --rollout.", "See: compare --help")
     from pellucid.precision.compare import RTOL, RTOL_BY_SAMPLE, compare_stage, summarise
     from pellucid.precision.matching import pairs_of, read_captures, trainer_and_rollout
 
@@ -161,11 +142,8 @@ def digest(a: A, b: Annotated[Path | None, typer.Argument(help="Captures that sh
             _say(f"step {step} differs, first in {differing[0]} (all: {', '.join(differing)})", "red")
             _say(f"See: pellucid precision compare {a} {b} --step {step}", "red")
             raise typer.Exit(1)
-        _say(
-            ("" if b is None else "bitwise equal: ")
-            + (str(mine[step]) if theirs[step].complete else str(theirs[step])),
-            "",
-        )
+        shown = mine[step] if theirs[step].complete else theirs[step]
+        _say(f"{shown}" if b is None else f"bitwise equal: {shown}", "")
 
 
 @app.command()
@@ -201,15 +179,11 @@ def _captures(path: Path, step: int | None, stage: str | None, rank: int | None)
     from pellucid.precision.dump import find_dumps
 
     refs = find_dumps(path)
-    for option, wanted, there in (("--step", step, [ref.step for ref in refs]),
-                                  ("--stage", stage, [ref.stage for ref in refs]),
-                                  ("--rank", rank, [ref.rank for ref in refs])):  # fmt: skip
+    for name, wanted in (("step", step), ("stage", stage), ("rank", rank)):
+        there = dict.fromkeys(map(attrgetter(name), refs))
         if wanted is not None and wanted not in there:
-            raise UserError(
-                option,
-                f"'{path}' has no capture of {option[2:]} {wanted}.",
-                f"It has: {', '.join(map(str, dict.fromkeys(there)))}.",
-            )
+            reason = f"'{path}' has no capture of {name} {wanted}."
+            raise UserError(f"--{name}", reason, f"It has: {', '.join(map(str, there))}.")
     return [ref for ref in refs if step in (None, ref.step) and stage in (None, ref.stage) and rank in (None, ref.rank)]
 
 

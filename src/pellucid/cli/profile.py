@@ -29,9 +29,7 @@ def report(
     run: Run,
     step: Annotated[int | None, typer.Option("--step", min=1, help="Look at this step alone.")] = None,
     last: Annotated[int, typer.Option("--last", min=1, help="Otherwise at this many steps, the last ones.")] = 200,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Where the page goes; the default is timeline/report.html in the run.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="The page; by default timeline/report.html in the run.")] = None,
 ) -> None:
     """Name a run's bottleneck, with the figures behind it; as text and as a page. It may be running still.
 
@@ -53,15 +51,8 @@ def report(
 @app.command()
 def merge(
     run: Run,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", help="Where the trace goes, .json.gz or .json; the default is timeline/merged.json.gz in the run."
-        ),
-    ] = None,
-    operators: Annotated[
-        bool, typer.Option("--operators/--no-operators", help="With the operators that the torch tool captured.")
-    ] = True,
+    out: Annotated[Path | None, typer.Option(help="The trace; by default timeline/merged.json.gz in the run.")] = None,
+    operators: Annotated[bool, typer.Option(help="With the operators that the torch tool captured.")] = True,
 ) -> None:
     """Write one trace of all processes, for ui.perfetto.dev: stages, micro-batches, reward calls, and operators where
     captured.

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pellucid.config import RunConfig, SftConfig, load_config
 from pellucid.console import console, error_console, log_to, notice
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from pellucid.loop import Job
     from pellucid.metrics.trackers import Trackers
     from pellucid.observe.watchdog import Watchdog
-    from pellucid.run import RlInputs, Run
+    from pellucid.run import RlRun, Run
 
-    Build = Callable[[Trackers, int, Watchdog], Run]
+    AnyRun = TypeVar("AnyRun", bound=Run)
+    Build = Callable[[Trackers, int, Watchdog], AnyRun]
     """From trackers, the first step and the watchdog to the run."""
 
 
@@ -65,13 +66,12 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
         print_plan(config, len(inputs.train_prompts))
     run_dir = RunDir.create(config.trainer.default_local_dir)
 
-    def build(trackers: Trackers, first_step: int, watchdog: Watchdog) -> Run:
+    def build(trackers: Trackers, first_step: int, watchdog: Watchdog) -> RlRun:
         return build_rl_run(config, run_dir, inputs, trackers, first_step, watchdog)
 
     with run_dir.lock(), log_to(run_dir.log), inputs.scorer:
         if config.trainer.val_only:
-            _validate_only(config, run_dir, inputs)
-            return
+            return _validate_only(config, run_dir, build)
         began = time.time()
         try:
             if _train(config, loaded.yaml, run_dir, len(inputs.train_prompts), build, Job(produce, learn, validate)):
@@ -113,7 +113,7 @@ def _train(
     resolved_yaml: str,
     run_dir: RunDir,
     num_prompts: int,
-    build: Build,
+    build: Build[Run],
     job: Job,
     at_end: Callable[[Run], None] = lambda run: None,
 ) -> bool:
@@ -126,12 +126,11 @@ def _train(
     from pellucid.files.rundir import atomic_write
     from pellucid.loop import train
     from pellucid.metrics.trackers import open_trackers
-    from pellucid.observe.stall import StallEnding
     from pellucid.ranks.rank_failures import RankFailedError
     from pellucid.run import num_steps
-    from pellucid.run_state import checkpoint_step, find_checkpoint, restore
+    from pellucid.run_state import checkpoint_step, find_checkpoint
 
-    total_steps = num_steps(config, num_prompts // config.data.train_batch_size)
+    trainer, total_steps = config.trainer, num_steps(config, num_prompts // config.data.train_batch_size)
     checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
     done = 0 if checkpoint is None else checkpoint_step(checkpoint)
     if done >= total_steps:
@@ -146,30 +145,15 @@ def _train(
         left = f"{total_steps - done} of {total_steps} steps remain"
         console.print(f"resuming from {checkpoint}: {left}", style="bold", markup=False)
         _report_changes(run_dir, resolved_yaml)
-    started_ns = time.time_ns()
-    trainer = config.trainer
+    started_ns, names = time.time_ns(), (trainer.project_name, trainer.experiment_name)
     for restarts_left in reversed(range(trainer.max_restarts + 1)):
         # Before the model: a tracker whose package is missing should cost no time.
-        trackers = open_trackers(
-            trainer.logger,
-            run_dir.path,
-            trainer.project_name,
-            trainer.experiment_name,
-            dataclasses.asdict(config),
-            done or None,
-        )
-        stall = StallEnding(run_dir, trainer.stall_timeout_s)
+        trackers = open_trackers(trainer.logger, run_dir.path, *names, dataclasses.asdict(config), done or None)
         try:
-            with (
-                contextlib.closing(trackers),
-                contextlib.closing(build(trackers, done + 1, stall.watchdog)) as run,
-            ):
-                stall.in_hand = run.placement.in_hand
-                if checkpoint is not None:
-                    restore(run, checkpoint)
+            with _opened(config, run_dir, build, trackers, checkpoint, done + 1) as run:
                 atomic_write(run_dir.config_yaml, resolved_yaml)
                 run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
-                with _recorded_exit(run), stall:
+                with _recorded_exit(run):
                     train(run, job)
                     at_end(run)
             break
@@ -189,6 +173,32 @@ def _train(
 
 
 @contextlib.contextmanager
+def _opened(
+    config: RunConfig,
+    run_dir: RunDir,
+    build: Build[AnyRun],
+    trackers: Trackers,
+    checkpoint: Path | None,
+    first_step: int,
+) -> Iterator[AnyRun]:
+    """Build the run, restore its checkpoint and give it, watched for a stall, which ends the process with status 1."""
+    from pellucid.observe.stall import StallEnding, StallError
+    from pellucid.run_state import restore
+
+    stall = StallEnding(run_dir, config.trainer.stall_timeout_s)
+    with contextlib.closing(trackers), contextlib.closing(build(trackers, first_step, stall.watchdog)) as run:
+        stall.in_hand = run.placement.in_hand
+        if checkpoint is not None:
+            restore(run, checkpoint)
+        try:
+            with stall:
+                yield run
+        except StallError as error:
+            error.show()
+            sys.exit(1)
+
+
+@contextlib.contextmanager
 def _recorded_exit(run: Run) -> Iterator[None]:
     """Write why the run ended into run.json, and turn a stop or NaN into an exit status with a message."""
     from pellucid.failures import is_repeatable
@@ -203,8 +213,7 @@ def _recorded_exit(run: Run) -> Iterator[None]:
         sys.exit(128 + stop.signal_number)
     except StallError as error:
         reason = str(error)
-        error.show()
-        sys.exit(1)
+        raise
     except NonFiniteError as error:
         reason = str(error)
         latest, saved = run.store.latest(), error.folder
@@ -242,28 +251,18 @@ def _summary(run_dir: RunDir) -> None:
     console.print(f"curve: {curve}\n{commands}", markup=False)
 
 
-def _validate_only(config: RunConfig, run_dir: RunDir, inputs: RlInputs) -> None:
+def _validate_only(config: RunConfig, run_dir: RunDir, build: Build[RlRun]) -> None:
     from pellucid.files.checkpoint_store import CheckpointStore
     from pellucid.metrics.trackers import Trackers
-    from pellucid.observe.stall import StallEnding, StallError
-    from pellucid.run import build_rl_run
-    from pellucid.run_state import find_checkpoint, restore
+    from pellucid.run_state import find_checkpoint
     from pellucid.validation import validate
 
-    stall = StallEnding(run_dir, config.trainer.stall_timeout_s)
-    with contextlib.closing(build_rl_run(config, run_dir, inputs, Trackers({}), 1, stall.watchdog)) as run:
-        checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
-        if checkpoint is not None:
-            restore(run, checkpoint)
+    checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
+    with _opened(config, run_dir, build, Trackers({}), checkpoint, 1) as run, run.display:
         console.print(f"validating {checkpoint or 'the model as loaded'}", markup=False)
-        try:
-            with stall, run.display:
-                metrics = validate(run, 0)
-        except StallError as error:
-            error.show()
-            sys.exit(1)
-        for name, value in metrics.items():
-            console.print(f"{name}: {value:.4g}", markup=False)
+        metrics = validate(run, 0)
+    for name, value in metrics.items():
+        console.print(f"{name}: {value:.4g}", markup=False)
 
 
 def _report_changes(run_dir: RunDir, resolved_yaml: str) -> None:
