@@ -6,6 +6,7 @@ The result holds only keys that the user set, with interpolations unresolved; `l
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from pellucid.config.trees import Tree
 from pellucid.errors import UserError, nearest
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
 RECIPE = "_pellucid_recipe"
@@ -56,23 +58,26 @@ def compose_user_tree(source: str | Path | None, overrides: list[str]) -> Tree:
     import yaml
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     folder = Path(source).resolve().parent if source else Path.cwd()
     recipe = read_yaml(Path(source)) if source else OmegaConf.create()
-    ConfigStore.instance().store(name=RECIPE, node=recipe)
-    words = [_override(word, folder) for word in overrides]
+    words = [_BARE_TASK.sub(r'\1="\2"', word) for word in overrides]
+    parsed = [_parse(word) for word in words]
+    # Others set a key, also one that the recipe does not mention.
+    choose = [each.package or each.is_delete() or (folder / each.key_or_group).is_dir() for each in parsed]
     try:
-        if "defaults" in recipe or not all(word.startswith("++") for word in words):
+        if "defaults" in recipe or any(choose):
+            ConfigStore.instance().store(name=RECIPE, node=recipe)
             with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-                tree = compose(config_name=RECIPE, overrides=words)
+                forced = [word if chooses else f"++{word.lstrip('+')}" for word, chooses in zip(words, choose)]
+                tree = compose(config_name=RECIPE, overrides=forced)
         else:  # there is nothing to look up, and Hydra would take ten times as long to set the same keys
             tree = recipe
-            for override in OverridesParser.create().parse_overrides(words):
-                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)
+            for each in parsed:
+                OmegaConf.update(tree, each.key_or_group, each.value(), merge=True, force_add=True)
     except yaml.YAMLError as error:
         raise _syntax_error(error, str(source)) from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -82,25 +87,21 @@ def compose_user_tree(source: str | Path | None, overrides: list[str]) -> Tree:
     return plain
 
 
-def _override(word: str, folder: Path) -> str:
-    """Check one override's grammar and let it set keys that the recipe does not mention."""
+@cache
+def _parse(word: str) -> Override:
+    """Read one override, and refuse what is none or gives several values."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    word = _BARE_TASK.sub(r'\1="\2"', word)
     try:
-        override: Any = OverridesParser.create().parse_override(word)
+        override = OverridesParser.create().parse_override(word)
     except HydraException as error:
         reason = str(error).split("\n")[0]
         remedy = "Write key=value; put a value with special characters in quotes: 'key=\"value\"'."
         raise UserError(word, f"this override cannot be read ({reason}).", remedy) from error
     if override.is_sweep_override():
         raise UserError(word, "several values for one key.", "A list is written with brackets: 'key=[a,b]'.")
-    is_group = override.package is not None or (folder / override.key_or_group).is_dir()
-    if is_group or override.type not in (OverrideType.CHANGE, OverrideType.ADD):
-        return word
-    return "++" + word.lstrip("+")
+    return override
 
 
 def _syntax_error(error: Exception, name: str) -> UserError:

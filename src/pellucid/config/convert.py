@@ -138,9 +138,9 @@ def _section(tree: Any, cls: Any, key: str) -> Any:
     return cls(**values)
 
 
-def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
-    """Return `value` as `hint` asks for it, or raise the error that says what is `allowed`."""
-    origin, args, allowed = get_origin(hint), get_args(hint), allowed or type_text(hint)
+def _value(value: Any, hint: Any, key: str, whole: Any = None) -> Any:
+    """Return `value` as `hint` asks for it, or raise the error that says what the `whole` type allows."""
+    origin, args, whole = get_origin(hint), get_args(hint), whole or hint
     if origin is Annotated:
         value, may_be_path = in_one_spelling(value, hint), any(isinstance(meta, OrImportPath) for meta in args[1:])
         if may_be_path and isinstance(value, str) and ":" in value:
@@ -148,9 +148,9 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
                 return value
             remedy = "Write it as 'package.module:name' or 'file.py:name'."
             raise UserError(key, f"'{value}' is not an import path.", remedy)
-        made = _value(value, args[0], key, allowed)
+        made = _value(value, args[0], key, whole)
         if not all(meta.holds(made) for meta in args[1:] if isinstance(meta, Range)):
-            raise UserError(key, f"{_shown(value)} is out of range; it must be {allowed}.")
+            raise UserError(key, f"{_shown(value)} is out of range; it must be {type_text(whole)}.")
         return made
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
@@ -158,14 +158,15 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
         arms = [arg for arg in args if arg is not type(None)]
         like = [arm for arm in arms if arm is type(value)]
         like += [arm for arm in arms if (get_origin(arm) is list) == isinstance(value, list)]
-        return _value(value, next(iter(like), arms[0]), key, allowed)
+        return _value(value, next(iter(like), arms[0]), key, whole)
     if dataclasses.is_dataclass(hint):
         return _section(value, hint, key)
     if origin is Literal:
         if isinstance(value, str | bool) and value in args:
             return value
         close = nearest(str(value), [str(arg) for arg in args])
-        raise UserError(key, f"{_shown(value)} is not one of {allowed}.", f"Did you mean '{close}'?" if close else "")
+        remedy = f"Did you mean '{close}'?" if close else ""
+        raise UserError(key, f"{_shown(value)} is not one of {type_text(whole)}.", remedy)
     if origin is list and isinstance(value, list):
         return [_value(item, args[0], f"{key}[{index}]") for index, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
@@ -173,7 +174,7 @@ def _value(value: Any, hint: Any, key: str, allowed: str = "") -> Any:
         return {names[name]: v if args[1] is Any else _value(v, args[1], f"{key}.{name}") for name, v in value.items()}
     made = None if origin or value is None else _scalar(value, hint)
     if made is None:
-        raise UserError(key, f"{_shown(value)} is not allowed; it must be {allowed}.")
+        raise UserError(key, f"{_shown(value)} is not allowed; it must be {type_text(whole)}.")
     return made
 
 

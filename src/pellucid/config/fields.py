@@ -6,9 +6,10 @@ The sections in `schema/` use these; `convert.py` and `validate/` enforce them a
 from __future__ import annotations
 
 import dataclasses
-import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 
 MISSING: Any = "???"
@@ -26,17 +27,14 @@ class Range:
 
     def holds(self, value: float) -> bool:
         """Tell whether `value` is within the bounds; NaN and infinities never are."""
-        return (
-            abs(value) < float("inf")
-            and (self.gt is None or value > self.gt)
-            and (self.ge is None or value >= self.ge)
-            and (self.lt is None or value < self.lt)
-            and (self.le is None or value <= self.le)
-        )
+        return abs(value) < float("inf") and all(compare(value, bound) for _, compare, bound in self._bounds())
 
     def __str__(self) -> str:
-        bounds = ((">", self.gt), ("≥", self.ge), ("<", self.lt), ("≤", self.le))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        return " and ".join(f"{sign} {bound:g}" for sign, _, bound in self._bounds())
+
+    def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        every = ((">", gt, self.gt), ("≥", ge, self.ge), ("<", lt, self.lt), ("≤", le, self.le))
+        return [(sign, compare, bound) for sign, compare, bound in every if bound is not None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Needs:
     def missing(self, root: Any, section: str) -> tuple[str, str] | None:
         """Return why a field of `section` does nothing under the config `root`, and the remedy; None where it acts."""
         key = f"{section}{self.key}" if self.key.startswith(".") else self.key
-        value: Any = operator.attrgetter(key.lstrip("."))(root)
+        value: Any = attrgetter(key.lstrip("."))(root)
         if value in self.values or (is_import_path(str(value)) if self.values else value):
             return None
         why = (
