@@ -46,10 +46,10 @@ def start_beside(work: Callable[[], None], name: str) -> Future[None]:
 
 
 def _yield_to_others() -> None:
-    """Let the calling thread, and threads that it starts, have about a twentieth of a core that training wants.
+    """Let the calling thread, and threads that it starts, have about a quarter of a core that training wants.
 
-    With next to nothing, training that keeps all cores busy would not let a checkpoint end, and the next one would wait
-    for it. Only Linux gives a thread its own priority; elsewhere nothing is done.
+    With much less, a checkpoint would not end while training and its neighbours keep all cores busy, and the next one
+    would wait for it. Only Linux gives a thread its own priority; elsewhere nothing is done.
     """
     if sys.platform == "linux":
-        os.nice(13)
+        os.nice(5)
