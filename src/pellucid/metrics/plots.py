@@ -16,8 +16,8 @@ def plot_run(metrics: Path, path_png: Path) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     rows = read_metrics(metrics)
-    figure = Figure(figsize=(9.6, 3.8), dpi=150, layout="constrained")
-    accuracy, reward = figure.subplots(1, 2)
+    figure = Figure(figsize=(9.6, 3.8), dpi=150)
+    accuracy, reward = figure.subplots(1, 2, gridspec_kw={"left": 0.07, "right": 0.98, "bottom": 0.13, "top": 0.91})
     minutes = list(accumulate(row.get("timing_s/step", 0.0) / 60 for row in rows))
     seen = dict.fromkeys(name for row in rows for name in row)
     for marker, name in zip("osD^vP*X" * len(seen), (name for name in seen if name.endswith("/accuracy"))):
