@@ -4,6 +4,7 @@ Importing torch and transformers takes far longer than the runs of these tests, 
 command is a process like any other: own arguments, folder, output and exit status; it can be killed and signalled.
 """
 
+import atexit
 import gc
 import importlib
 import io
@@ -13,10 +14,13 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -26,16 +30,23 @@ IMPORTED_BY_COMMANDS = (
     "hydra._internal.core_plugins.basic_launcher",
     "hydra._internal.core_plugins.importlib_resources_config_source",
     "hydra.core.override_parser.overrides_parser",
+    "antlr4.LL1Analyzer",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "omegaconf._impl",
+    "pydantic.fields",
     "pydantic.type_adapter",
+    "rich._emoji_codes",
     "transformers.models.llama.modeling_llama",
     "pellucid.cli.evaluate",
     "pellucid.cli.export",
     "pellucid.cli.train",
+    "pellucid.learn",
     "pellucid.loop",
     "pellucid.metrics.plots",
+    "pellucid.observe.stall",
+    "pellucid.produce",
+    "pellucid.validation",
 )
 """What nearly every command imports sooner or later: slow to import, and safe to have before a fork."""
 TIMEOUT_S = 240.0
@@ -158,8 +169,7 @@ def serve() -> None:
             answer = os.fork()
             if answer == 0:
                 _become_command(request)
-                main()
-                sys.exit(0)
+                _run_and_leave(main)
         else:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
@@ -168,14 +178,39 @@ def serve() -> None:
 
 
 def warm_up() -> None:
-    """Do once what every command would do again: measure the processor, and find the fonts of the reward curve."""
+    """Do once what every command would do again: measure the processor, compile the patterns by which transformers reads
+    models, and find the fonts of the reward curve.
+    """
     import torch
     from matplotlib.figure import Figure
 
     from pellucid import devices
+    from pellucid.training.common.models import load_model
 
     devices.peak_flops(torch.device("cpu"), torch.float32)
-    Figure().savefig(io.BytesIO())
+    load_model("builtin", device=torch.device("cpu"))
+    figure = Figure()
+    figure.subplots().set_title("1")
+    figure.savefig(io.BytesIO())
+
+
+def _run_and_leave(main: Callable[[], None]) -> NoReturn:
+    """Run the command and end this child as Python ends, except that what the server has imported is not taken apart:
+    that would touch, and so copy, all its memory.
+    """
+    try:
+        main()
+        status = 0
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:  # noqa: BLE001 as the interpreter does with what nobody caught
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _become_command(request: dict) -> None:
