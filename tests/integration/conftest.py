@@ -162,6 +162,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 def ranks(work: Workspace, cluster: RayCluster) -> tuple[str, ...]:
     """The overrides that put a run of `work` on two ranks of the session's cluster."""
     work.environment |= cluster.environment
+    return on_two_ranks(cluster)
+
+
+def on_two_ranks(cluster: RayCluster) -> tuple[str, ...]:
+    """Return the overrides that put a run on two ranks of a cluster."""
     return ("trainer.placement=ray", "trainer.n_gpus_per_node=2", f"trainer.ray_address={cluster.address}")
 
 

@@ -53,8 +53,8 @@ NPU: dict[str, Captures] = {
 NSYS: dict[str, Captures] = {
     "nsight_end_to_end": whole_steps(*RANKS) | {(1, None, "controller")},
     "nsight_discrete": {(1, None, "controller")}
-    | stages(("actor_compute_log_prob", "actor_update"), RANKS[1])
-    | stages(("actor_compute_log_prob", "compute_values", "critic_update", "actor_update"), RANKS[0]),
+    | stages(("actor_compute_log_prob", "actor_update"), RANKS[1], (1,))
+    | stages(("actor_compute_log_prob", "compute_values", "critic_update", "actor_update"), RANKS[0], (1,)),
 }
 OFF = ("base", "nsight_off", "npu_off")
 ON_CPU = "trainer.device=cpu"
@@ -123,13 +123,17 @@ def test_what_the_ascend_guide_patches_sources_for(work: Workspace, name: str) -
     assert found[unit] == count and set(found) == names
 
 
+def short(name: str) -> tuple[str, ...]:
+    """Return what keeps captures few, for each takes seconds: one step shows the stages, whole steps which are captured."""
+    key = "trainer.profile_steps" if name in NSYS else "global_profiler.steps"  # as the recipe spells it
+    return ("trainer.total_training_steps=1", f"{key}=[1]") if name.endswith("_discrete") else ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NPU)
 def test_the_ascend_guides_examples(tmp_path: Path, npu_server: Server, name: str) -> None:
     work = Workspace(tmp_path, npu_server)
-    # torch_npu takes seconds for each capture: one step shows the stages, whole steps show which steps are captured.
-    short = ("trainer.total_training_steps=1", "global_profiler.steps=[1]") if name == "npu_discrete" else ()
-    done, run_dir = train(work, name, ON_CPU, *short)
+    done, run_dir = train(work, name, ON_CPU, *short(name))
     assert "global_profiler.tool: npu, the one tool that the profiled roles have settings of" in done.text
     files = files_of(work, run_dir)
     assert captures(files) == NPU[name]
@@ -154,7 +158,7 @@ def test_a_window_on_an_npu_differs_by_the_tools_name_alone(tmp_path: Path, npu_
 @pytest.mark.parametrize("name", NSYS)
 def test_the_nsight_guides_examples(work: Workspace, name: str) -> None:
     pytest.importorskip("ray")
-    done, run_dir = train(work, name)
+    done, run_dir = train(work, name, *short(name))
     assert "trainer.profile_steps" in done.text and "are read as" in done.text
     files = files_of(work, run_dir)
     assert captures(files) == NSYS[name]

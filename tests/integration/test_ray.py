@@ -1,5 +1,6 @@
 """Runs over several ranks: most join the session's Ray cluster (`ranks`), those about a run's own cluster start one."""
 
+import itertools
 import json
 import re
 import signal
@@ -10,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from checks import assert_trained_alike, checked_metrics, dump
-from commands import ENVIRONMENT, TIMEOUT_S, Command, wait_for
+from commands import ENVIRONMENT, TIMEOUT_S, Command, Server, wait_for
+from profiles import manifest, ranges
 
-from conftest import NUM_STEPS, Workspace, metrics
+from conftest import NUM_STEPS, RayCluster, Workspace, metrics, on_two_ranks
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
@@ -54,15 +56,35 @@ def assert_same_samples(run_dir: Path, other: Path, steps: tuple[int, ...]) -> N
         assert [row["reward"] for row in mine] == pytest.approx([row["reward"] for row in theirs], rel=1e-3, abs=1e-4)
 
 
-def test_two_ranks_match_one_process(work: Workspace, ranks: tuple[str, ...], finished: Path) -> None:
-    work.train(*ranks, *QUIET)
-    assert_trained_alike(work.run_dir, finished)
-    assert_same_samples(work.run_dir, finished, (1, NUM_STEPS))
-    rows = checked_metrics(work.run_dir)
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, server: Server, cluster: RayCluster) -> Path:
+    """The folder of a run over two ranks of which one is captured. Do not write to it."""
+    work = Workspace(tmp_path_factory.mktemp("two_ranks"), server)
+    work.environment |= cluster.environment
+    captured = ("global_profiler.tool=torch", "global_profiler.steps=[2]", "global_profiler.controller=true")
+    rank = ("actor_rollout_ref.actor.profiler.enable=true", "actor_rollout_ref.actor.profiler.ranks=[1]")
+    work.train(*on_two_ranks(cluster), *QUIET, *captured, *rank)
+    return work.run_dir
+
+
+def test_two_ranks_match_one_process(two_ranks: Path, finished: Path) -> None:
+    assert_trained_alike(two_ranks, finished)
+    assert_same_samples(two_ranks, finished, (1, NUM_STEPS))
+    rows = checked_metrics(two_ranks)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert all(row["staleness/max"] == 0 for row in rows)
-    assert {log.name for log in (work.run_dir / "logs").iterdir()} >= {"policy_rank_0.log", "policy_rank_1.log"}
-    assert {path.name for path in (work.run_dir / "timeline").iterdir()} >= {"controller.json", "policy_rank_1.json"}
+    assert {log.name for log in (two_ranks / "logs").iterdir()} >= {"policy_rank_0.log", "policy_rank_1.log"}
+    assert {path.name for path in (two_ranks / "timeline").iterdir()} >= {"controller.json", "policy_rank_1.json"}
+
+
+def test_ranks_asked_for_are_captured_and_no_others(two_ranks: Path) -> None:
+    content = manifest(two_ranks)
+    assert content["complete"], content["failures"]
+    assert {file["process"] for file in content["files"]} == {"controller", "policy_rank_1"}
+    [file] = [file for file in content["files"] if file["process"] == "policy_rank_1"]
+    found = ranges(two_ranks / "profile" / file["path"])
+    assert {"rollout_generate", "actor_update", "weight_sync", "micro_batch", "mini_batch"} <= set(found)
+    assert re.search(r"policy_step_step2_rank1-of-2_pid\d+\.json\.gz", file["path"])
 
 
 def test_every_other_role_matches_one_process(work: Workspace, ranks: tuple[str, ...], judge: Path) -> None:
@@ -151,30 +173,22 @@ def test_a_killed_controller_leaves_no_process(work: Workspace) -> None:
     assert gone, [process.cmdline() for process in started if process.is_running()]
 
 
-def test_a_killed_rank_ends_the_run_with_its_log_and_restarts_finish_it(work: Workspace, ranks: tuple[str, ...]) -> None:
-    same = (*ranks, "trainer.total_training_steps=6", "data.val_files=null")
-    command = work.start("train", work.recipe, *same)
+def test_a_killed_rank_is_named_with_its_log_and_restarts_finish_the_run(work: Workspace, ranks: tuple[str, ...]) -> None:
+    same = ("trainer.total_training_steps=8", "data.val_files=null")
+    command = work.start("train", work.recipe, *ranks, *same, "trainer.max_restarts=1")
     wait_for(lambda: steps_done(work.run_dir) >= 2, command)
-    started = with_children(command) + list(ranks_of(work.run_dir).values())
+    started = list(ranks_of(work.run_dir).values())
     ranks_of(work.run_dir)["policy_rank_1"].kill()
     done = command.wait()
-    assert done.status == 1, done.output
-    assert "policy rank 1: the process died" in done.output and "policy_rank_1.log" in done.output
-    assert re.search(r"the last checkpoint is of step [1-6]", done.output)
-    assert all_gone(started)
-
-    command = work.start("train", work.recipe, *same, "trainer.total_training_steps=12", "trainer.max_restarts=1")
-    before = steps_done(work.run_dir)
-    wait_for(lambda: steps_done(work.run_dir) >= before + 2, command)
-    ranks_of(work.run_dir)["policy_rank_0"].kill()
-    done = command.wait()
     assert done.status == 0, done.output
-    assert "policy rank 0: the process died" in done.output and "restarting from" in done.output
-    assert [row["step"] for row in metrics(work.run_dir)][-1] == 12
-    work.train("data.val_files=null", "trainer.total_training_steps=12", "trainer.default_local_dir=local")
+    assert all_gone(started)
+    assert "policy rank 1: the process died" in done.output and "policy_rank_1.log" in done.output
+    assert re.search(r"the last checkpoint is of step [1-8]", done.output) and "restarting from" in done.output
+    assert [row["step"] for row in metrics(work.run_dir)][-1] == 8
+    work.train(*same, "trainer.default_local_dir=local")
     assert_trained_alike(work.run_dir, work.folder / "local")
     reasons = [start["exit_reason"] for start in json.loads((work.run_dir / "run.json").read_text())["starts"]]
-    assert reasons[-1] == "finished" and "policy rank 0" in reasons[-2]
+    assert reasons[-1] == "finished" and "policy rank 1" in reasons[-2]
 
 
 @pytest.mark.parametrize("between_stages", [False, True])
@@ -194,20 +208,17 @@ def test_a_stopped_rank_is_named_within_the_time_out(
     assert all_gone(started)
 
 
-def test_a_rank_stopped_while_it_saves_in_the_background_is_named_and_the_run_restarts(
-    work: Workspace, ranks: tuple[str, ...]
-) -> None:
-    length = ("trainer.total_training_steps=2", "trainer.max_restarts=1", "trainer.stall_timeout_s=6")
+def test_a_rank_stopped_while_it_saves_in_the_background_is_named(work: Workspace, ranks: tuple[str, ...]) -> None:
+    length = ("trainer.total_training_steps=1", "trainer.stall_timeout_s=6")
     saves = ("trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.async_save=true")
     command = work.start("train", work.recipe, *ranks, *QUIET, *length, *saves)
     # The last checkpoint: nothing but its end is left to wait for.
-    wait_for(lambda: list((work.run_dir / "checkpoints").glob("global_step_2.tmp-*/sharded")), command, every_s=0.001)
+    wait_for(lambda: list((work.run_dir / "checkpoints").glob("global_step_1.tmp-*/sharded")), command, every_s=0.001)
     ranks_of(work.run_dir)["policy_rank_1"].suspend()
     done = command.wait()
-    assert done.status == 0, done.output
+    assert done.status == 1, done.output
     assert re.search(r"policy rank 1: no progress in (save|actor.start_saving) for \d+ s: it does not answer", done.output)
     assert "process died" not in done.output and "is stalled" not in done.output
-    assert [row["step"] for row in metrics(work.run_dir)] == [1, 2]
 
 
 MANY = ("data.train_batch_size=500", "actor_rollout_ref.actor.ppo_mini_batch_size=500", "data.train_files=task:arithmetic?level=2&size=600")
@@ -260,12 +271,12 @@ with run_dir.lock(), inputs.scorer:
             return run.actor.compute_log_probs(samples, on_done=advance).logp
 
     alone, logp, overlapped, scored = sample(2), score(2), [], []
-    thread = threading.Thread(target=lambda: overlapped.append(sample(3)))
+    thread = threading.Thread(target=lambda: overlapped.extend(sample(3) for _ in range(4)))
     thread.start()
     while thread.is_alive():
         scored.append(score(3))
     run.close()
-assert overlapped == [alone], "the samples differ"
+assert overlapped == [alone] * 4, "the samples differ"
 assert all(torch.equal(one, logp) for one in scored), "the log-probs differ"
 """
 
@@ -281,5 +292,5 @@ def test_a_rank_samples_and_trains_at_once(work: Workspace, ranks: tuple[str, ..
     events = [json.loads(line.rstrip(",\n")) for line in (work.run_dir / "timeline" / "policy_rank_0.json").open() if line[:1] == "{"]
     spans = {name: [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == name and e["args"].get("step") == 3]
              for name in ("rollout_generate", "actor_compute_log_prob")}  # fmt: skip
-    [(began, ended)] = spans["rollout_generate"]
-    assert any(began < end and start < ended for start, end in spans["actor_compute_log_prob"]), spans
+    pairs = itertools.product(spans["rollout_generate"], spans["actor_compute_log_prob"])
+    assert any(began < end and start < ended for (began, ended), (start, end) in pairs), spans
