@@ -78,7 +78,7 @@ class Trainer:
             return self.engine.start_saving(self.agree(folder), CONTENTS)
 
         self.step += 1
-        return seconds(lambda: self.agree(self.store.start(self.step, begin) if self.first else begin(None) and None))
+        return seconds(lambda: self.agree(self.store.save(self.step, begin) if self.first else begin(None) and None))
 
     def warm_up(self) -> None:
         """Make the moments, and the memory that is kept for copies."""

@@ -30,8 +30,8 @@ def save_checkpoint(run: Run, step: int) -> None:
     contents = list(section.save_contents)
     trained = {"": run.actor} if run.critic is None else {"": run.actor, CRITIC_FOLDER: run.critic}
 
-    def start(folder: Path) -> Callable[[], None]:
-        """Write what is small, and start writing weights and optimizers."""
+    def write(folder: Path) -> Callable[[], None] | None:
+        """Write what is small, and write or start writing weights and optimizers."""
         if "extra" in contents:
             state = {name: part.state_dict() for name, part in run.stateful.items()}
             (folder / STATE_FILE).write_text(json.dumps({"step": step} | state))
@@ -51,12 +51,9 @@ def save_checkpoint(run: Run, step: int) -> None:
             for wait in waits:
                 wait()
 
-        return wait_for_all
+        return wait_for_all if waits else None
 
-    if section.async_save:
-        run.store.start(step, start)
-    else:
-        run.store.save(step, lambda folder: start(folder)())
+    run.store.save(step, write)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from pellucid.threads import start_beside
 MANIFEST = "manifest.json"
 _STEP_NAME = re.compile(r"global_step_(\d+)")
 _LEFTOVER_NAME = re.compile(r"(global_step_\d+)\.(tmp|trash|replaced)-\d+")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointStore:
@@ -60,45 +59,34 @@ class CheckpointStore:
         latest = self.latest()
         return None if latest is None or _saved_at(self.path(latest)) < time_ns else self.verify(latest)
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, write: Callable[[Path], Callable[[], None] | None]) -> Path:
         """Save one checkpoint and prune the oldest; whatever goes wrong, the earlier ones stay whole.
 
         Args:
             step: the training step that the checkpoint follows.
-            write: creates the checkpoint's files below the folder it is given.
+            write: creates the checkpoint's files below the folder it is given. It may leave that to others and return a
+                function that waits for them: the rest then happens in the background. Until the checkpoint is complete,
+                `steps` and `latest` do not have it, and what goes wrong is raised by the next `save` or `finish`, so a
+                program calls `finish` at its end.
 
         Raises:
-            UserError: the disk is full, for this checkpoint or one that `start` began; its folder is removed.
+            UserError: the disk is full, for this checkpoint or the one before; its folder is removed.
         """
-        temporary = self._temporary(step)
+        self.finish()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.recover()
+        temporary = self._beside(step, "tmp")
         with self._removed_on_failure(temporary, step):
             temporary.mkdir()
-            write(temporary)
-            self._seal(temporary, step)
-        return self._publish(temporary, step)
-
-    def start(self, step: int, start_write: Callable[[Path], Callable[[], None]]) -> None:
-        """Save one checkpoint in the background; until it is complete, `steps` and `latest` do not have it.
-
-        What goes wrong in the background is raised by the next `start`, `save` or `finish`, so a program calls `finish`
-        at its end.
-
-        Args:
-            step: the training step that the checkpoint follows.
-            start_write: begins to create the checkpoint's files below the folder it is given, from the state of this
-                moment, and returns a function that waits until they are written.
-
-        Raises:
-            UserError: as for `save`.
-        """
-        temporary = self._temporary(step)
-        with self._removed_on_failure(temporary, step):
-            temporary.mkdir()
-            wait = start_write(temporary)
-        self._saving = start_beside(lambda: self._complete(temporary, step, wait), "checkpoint")
+            wait = write(temporary)
+        if wait is None:
+            self._complete(temporary, step, lambda: None)
+        else:
+            self._saving = start_beside(lambda: self._complete(temporary, step, wait), "checkpoint")
+        return self.path(step)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that `start` began, if there is one.
+        """Wait for the checkpoint that is written in the background, if there is one.
 
         Raises:
             UserError: the disk is full; the half-written folder is removed, the earlier checkpoints are whole.
@@ -108,42 +96,40 @@ class CheckpointStore:
             self._saving = None
             saving.result()
 
-    def _temporary(self, step: int) -> Path:
-        """Return the folder to write into, not there yet; nothing else is there that was left half-done."""
-        self.finish()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.recover()
-        return self._beside(step, "tmp")
-
     @contextmanager
     def _removed_on_failure(self, temporary: Path, step: int) -> Iterator[None]:
         """Remove the folder if the block raises, and turn a full disk into a UserError."""
         try:
             yield
         except BaseException as error:
-            written, full = _tree_bytes(temporary), _is_full_disk(error, self.directory)
-            _discard(temporary)
-            if full:
-                raise self._full_disk_error(step, written) from error
-            raise
+            free = shutil.disk_usage(self.directory).free
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not _is_full_disk(error, free):
+                raise
+            latest = self.latest()
+            whole = "there is no earlier checkpoint" if latest is None else f"the one of step {latest} is whole"
+            raise UserError(
+                str(self.path(step)),
+                f"the disk is full: {free / 2**20:.1f} MiB were left when the checkpoint was written; {whole}.",
+                "Free some space, or lower trainer.max_actor_ckpt_to_keep, and start the same command again to resume.",
+            ) from error
 
     def _complete(self, temporary: Path, step: int, wait: Callable[[], None]) -> None:
-        """Finish a checkpoint in the background thread."""
+        """Wait for the files, checksum them, rename the folder into place and prune."""
         with self._removed_on_failure(temporary, step):
             wait()
             self._seal(temporary, step)
-        self._publish(temporary, step)
-
-    def _publish(self, temporary: Path, step: int) -> Path:
-        """Rename a sealed folder into place and prune."""
         final, replaced = self.path(step), self._beside(step, "replaced")
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)
         fsync_dir(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
-        self._prune()
-        return final
+        for old in self.steps()[: -self.keep] if self.keep else []:
+            trash = self._beside(old, "trash")
+            self.path(old).rename(trash)
+            fsync_dir(self.directory)
+            shutil.rmtree(trash)
 
     def recover(self) -> None:
         """Clear away what a killed process left behind; call once at start-up, while holding the run's lock."""
@@ -205,13 +191,6 @@ class CheckpointStore:
             fsync_dir(inner)
         atomic_write(folder / MANIFEST, json.dumps(manifest, indent=1))
 
-    def _prune(self) -> None:
-        for step in self.steps()[:-self.keep] if self.keep else []:
-            trash = self._beside(step, "trash")
-            self.path(step).rename(trash)
-            fsync_dir(self.directory)
-            shutil.rmtree(trash)
-
     def _beside(self, step: int, kind: str) -> Path:
         return self.directory / f"global_step_{step}.{kind}-{os.getpid()}"
 
@@ -243,17 +222,6 @@ class CheckpointStore:
             return "No other checkpoint is here: start anew with trainer.resume_mode=disable."
         return f"Resume from another one: trainer.resume_mode=resume_path trainer.resume_from_path={others[-1]}"
 
-    def _full_disk_error(self, step: int, written: int) -> UserError:
-        latest, free = self.latest(), shutil.disk_usage(self.directory).free
-        if latest is None:
-            needed, whole = f"more than {_mib(written)}", "there is no earlier checkpoint."
-        else:
-            needed = f"about {_mib(max(written, _tree_bytes(self.path(latest))))}"
-            whole = f"the checkpoint of step {latest} is whole and untouched ({self.path(latest)})."
-        return UserError(
-            str(self.path(step)), f"the disk is full: a checkpoint needs {needed}, {_mib(free)} are free; {whole}",
-            "Free some space, or lower trainer.max_actor_ckpt_to_keep, and start the same command again to resume.")
-
 
 def _digests(paths: list[Path], *, durable: bool) -> list[str]:
     """Return the SHA-256 of each file, read in threads; `durable` also fsyncs it."""
@@ -275,27 +243,9 @@ def _saved_at(folder: Path) -> int:
         return folder.stat().st_mtime_ns
 
 
-def _is_full_disk(error: BaseException, directory: Path) -> bool:
+def _is_full_disk(error: BaseException, free: int) -> bool:
     """Tell a full disk from other failures; torch and safetensors report it as their own error types."""
     if isinstance(error, OSError):
-        return error.errno in _FULL_DISK
-    if isinstance(error, UserError) or not isinstance(error, Exception):
-        return False
-    return "No space left on device" in str(error) or shutil.disk_usage(directory).free < 2**20
-
-
-def _discard(folder: Path) -> None:
-    """Delete a failed checkpoint; emptying its files frees the disk even while the error still holds them open."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            with suppress(FileNotFoundError):  # another rank's writer may still be at work
-                os.truncate(path, 0)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tree_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB ({num_bytes} bytes)"
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    plain = isinstance(error, Exception) and not isinstance(error, UserError)
+    return plain and ("No space left on device" in str(error) or free < 2**20)
