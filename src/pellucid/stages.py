@@ -137,20 +137,21 @@ class Probes:
         self.probes = probes
 
     @contextmanager
-    def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
-        """Let every probe enclose a unit of work."""
+    def _each(self, enclose: Callable[[Probe], AbstractContextManager[object]]) -> Iterator[None]:
         with ExitStack() as entered:
             for probe in self.probes:
-                entered.enter_context(probe.unit(unit, spans, **args))
+                entered.enter_context(enclose(probe))
             yield
 
-    @contextmanager
-    def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
+    def unit(
+        self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float
+    ) -> AbstractContextManager[object]:
+        """Let every probe enclose a unit of work."""
+        return self._each(lambda probe: probe.unit(unit, spans, **args))
+
+    def forward_pass(self, spans: TokenSpans) -> AbstractContextManager[object]:
         """Let every probe enclose a pass that is no unit of its own."""
-        with ExitStack() as entered:
-            for probe in self.probes:
-                entered.enter_context(probe.forward_pass(spans))
-            yield
+        return self._each(lambda probe: probe.forward_pass(spans))
 
     def results(self, **tensors: torch.Tensor | None) -> None:
         """Tell every probe of a head's results."""

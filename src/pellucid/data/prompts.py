@@ -81,37 +81,21 @@ def build_prompts(config: DataConfig, tokenizer: Any, split: Literal["train", "v
     return result
 
 
-def uses_template(tokenizer: Any, chat_template: str) -> bool:
-    """Say whether prompts get the tokenizer's chat template (`auto`: when it has one).
-
-    Raises:
-        UserError: `always`, and the tokenizer has none.
-    """
+def _uses_template(tokenizer: Any, chat_template: str) -> bool:
+    """Tell whether prompts get the tokenizer's chat template (`auto`: when it has one)."""
     if chat_template == "always" and not tokenizer.chat_template:
         reason = "is 'always', but the tokenizer has no chat template."
         raise UserError("data.chat_template", reason, "Use 'auto' or 'never', or a chat model.")
     return chat_template != "never" and bool(tokenizer.chat_template)
 
 
-def render(
-    prompt: str | list[dict[str, Any]],
-    tokenizer: Any,
-    templated: bool,
-    system_prompt: str | None = None,
+def _render(
+    prompt: str | list[dict[str, Any]], tokenizer: Any, templated: bool, system_prompt: str | None
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Turn a prompt column into the text the model continues.
+    """Return the text that the model continues, and the messages behind it.
 
     With the template, text becomes a user message and the assistant's turn is opened. Without, the messages' contents
-    are joined by blank lines.
-
-    Args:
-        prompt: text, or a chat.
-        tokenizer: a transformers tokenizer.
-        templated: apply its chat template (see `uses_template`).
-        system_prompt: goes first, unless the chat has a system message of its own.
-
-    Returns:
-        The text, and the messages behind it.
+    are joined by blank lines. The system prompt goes first, unless the chat has a system message of its own.
 
     Raises:
         UserError: the prompt is neither text nor a chat, or a system prompt or assistant turns lack a template.
@@ -143,16 +127,6 @@ def _checked_chat(prompt: Any) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
-def encode_text(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:
-    """Tokenise prompt texts: as they are when a template wrote them, else with a BOS token if the tokenizer adds one.
-
-    An end-of-text token that a tokenizer appends is taken off: the model is to continue the prompt.
-    """
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=not templated).input_ids
-    eos = tokenizer.eos_token_id
-    return ids if templated else [row[:-1] if len(row) > 1 and row[-1] == eos else row for row in ids]
-
-
 def _read_rows(config: DataConfig, tokenizer: Any, split: str, field: str) -> list[dict[str, Any]]:
     files, limit = config.train_files, config.train_max_samples
     if split == "val":
@@ -174,7 +148,7 @@ def _encode_chunk(
     rows: list[dict[str, Any]], start: int, config: DataConfig, tokenizer: Any, split: str
 ) -> list[Prompt]:
     """Return the prompts of `rows`, the first of which is row `start` of the split."""
-    field, templated = f"data.{split}_files", uses_template(tokenizer, config.chat_template)
+    field, templated = f"data.{split}_files", _uses_template(tokenizer, config.chat_template)
     prompts: list[Prompt] = []
     for index, row in enumerate(rows, start):
         for key, used in (("prompt_key", config.prompt_key), ("reward_fn_key", config.reward_fn_key)):
@@ -182,18 +156,20 @@ def _encode_chunk(
                 raise _missing_column(f"data.{key}", used, row, f"row {index} of {field}")
         columns = dict(row)
         task = str(columns.pop(config.reward_fn_key))
-        text, messages = render(columns.pop(config.prompt_key), tokenizer, templated, config.system_prompt)
+        text, messages = _render(columns.pop(config.prompt_key), tokenizer, templated, config.system_prompt)
         answer = _take_answer(columns, config.answer_key, f"row {index} of {field}")
         extra_info = columns.pop("extra_info", None) or {}
         prompt = Prompt(f"{task}:{split}:{index}", [], text, task, answer, extra={**columns, **extra_info})
         if config.return_raw_chat:
             prompt.messages = messages
         prompts.append(prompt)
-    encoded = encode_text([prompt.text for prompt in prompts], tokenizer, templated)
+    # As they are where a template wrote them, else with the special tokens of the tokenizer.
+    encoded = tokenizer([prompt.text for prompt in prompts], add_special_tokens=not templated).input_ids
     for index, (prompt, ids) in enumerate(zip(prompts, encoded), start):
         if not ids:
             raise UserError(field, f"the prompt of row {index} is empty.", "Remove that row.")
-        prompt.token_ids = ids
+        ends = not templated and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
+        prompt.token_ids = ids[:-1] if ends else ids  # the model is to continue the prompt
     return prompts
 
 

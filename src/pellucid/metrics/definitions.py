@@ -29,15 +29,13 @@ actor/pg_loss | nats | Policy-gradient loss, aggregated over the mini-batch as `
 actor/entropy | nats | Mean entropy of the policy's next-token distribution over response tokens.
 actor/entropy_loss | nats | Entropy aggregated like the loss; `entropy_coeff` times it is subtracted from the loss.
 actor/kl_loss | nats | Divergence from the reference policy, aggregated like the loss, before its coefficient.
-actor/reward_kl_penalty | nats | Mean divergence from the reference policy that the reward is penalised by, before its
-    coefficient.
+actor/reward_kl_penalty | nats | Mean divergence from the reference that the reward is penalised by, unscaled.
 actor/kl_coef | 1 | Coefficient of the divergence from the reference policy in the reward.
 actor/grad_norm | 1 | L2 norm of the gradient before clipping.
 actor/lr | 1 | Learning rate of the step.
 actor/pg_clipfrac | fraction | Response tokens whose ratio was clipped at the upper or lower bound.
 actor/pg_clipfrac_lower | fraction | Response tokens with negative advantage held by the dual-clip bound.
-actor/pg_covfrac | fraction | Response tokens picked for their covariance of advantage and log-probability
-    (`clip_cov`, `kl_cov`).
+actor/pg_covfrac | fraction | Response tokens picked for covariance of advantage and log-prob (`clip_cov`, `kl_cov`).
 actor/ppo_kl | nats | Mean of old minus new log-probability over response tokens: how far the step has moved.
 
 critic/score/* | reward | outcome score of a sample that is trained on, before any KL penalty.
@@ -46,8 +44,7 @@ critic/advantages/* | 1 | advantage over response tokens.
 critic/returns/* | reward | return over response tokens.
 critic/vf_loss | reward² | Value loss, aggregated over the mini-batch as `critic.loss_agg_mode` says.
 critic/vf_clipfrac | fraction | Response tokens whose value loss is that of the clipped value.
-critic/vf_explained_var | 1 | 1 − Var(return − value)/Var(return) over response tokens; 0 when the returns do not
-    vary.
+critic/vf_explained_var | 1 | 1 − Var(return − value)/Var(return) over response tokens; 0 for equal returns.
 critic/values/* | reward | value over response tokens, before the update.
 critic/grad_norm | 1 | L2 norm of the critic's gradient before clipping.
 critic/lr | 1 | The critic's learning rate of the step.
@@ -66,8 +63,7 @@ reward/time_s | s | Time of the step's reward calls added up; they run side by s
 val/<task>/accuracy | fraction | Held-out problems of the task answered correctly.
 val/<task>/reward | reward | Mean reward on the task's held-out problems.
 val/<task>/num | problems | Held-out problems of the task that were scored.
-val/<task>/pass@<k> | fraction | Held-out problems of the task of which at least one of k samples is correct,
-    estimated without bias.
+val/<task>/pass@<k> | fraction | Held-out problems with a correct one among k samples, estimated without bias.
 val/loss | nats/token | Held-out cross-entropy of supervised training.
 
 train/loss | nats/token | Training cross-entropy of supervised training.
@@ -75,20 +71,17 @@ train/grad_norm | 1 | L2 norm of the gradient of supervised training, before cli
 train/lr | 1 | Learning rate of supervised training.
 
 timing_s/step | s | Wall time of the step from prompts to updated weights; validation and checkpoint are not in it.
-timing_s/<stage> | s | Wall time of one stage; a checkpoint's is on the line after it, as a line is written before its
-    checkpoint.
+timing_s/<stage> | s | Wall time of one stage; a checkpoint's is on the line after it, since a line precedes it.
 
 perf/total_num_tokens | tokens | Prompt and response tokens of all samples drawn in the step, dropped groups included.
 perf/time_per_step | s | The same as `timing_s/step`, under verl's name.
 perf/throughput | tokens/s/device | Tokens of the step per second and device.
-perf/mfu | fraction | 6 × parameters × tokens of the actor update (2 × of forward-only passes) over the device's peak
-    in that time.
+perf/mfu | fraction | 6 × parameters × tokens of updates (2 × of passes forward only) over the device's peak.
 perf/max_memory_allocated_gb | GB | Largest device memory allocated so far.
 perf/cpu_memory_used_gb | GB | Resident host memory of the process.
 
 mismatch/logp_max_abs_diff | nats | Largest gap between a token's rollout and training log-probability.
-mismatch/logp_mean_abs_diff | nats | Mean absolute gap between rollout and training log-probability over response
-    tokens.
+mismatch/logp_mean_abs_diff | nats | Mean absolute gap of rollout and training log-probability, response tokens.
 mismatch/mismatch_kl | nats | Mean of rollout minus training log-probability over response tokens (k1).
 mismatch/mismatch_k3_kl | nats | Mean of e^l - l - 1, with l training minus rollout log-probability: never negative.
 mismatch/mismatch_training_ppl | 1 | Perplexity of the responses under the training policy, mean over samples.
@@ -100,10 +93,8 @@ mismatch/mismatch_log_ppl_diff | nats | Rollout minus training mean log-probabil
 mismatch/mismatch_log_ppl_abs_diff | nats | The same difference, absolute, mean over samples.
 mismatch/mismatch_log_ppl_diff_max | nats | Largest such difference over samples.
 mismatch/mismatch_log_ppl_diff_min | nats | Smallest such difference over samples.
-mismatch/num_impossible_tokens | tokens | Response tokens of log-probability −inf or NaN on either side, which are left
-    out of all other figures; healthy at 0.
-mismatch/rollout_is_mean | 1 | Mean ratio of training to rollout probability (of the token or its sequence) over
-    response tokens.
+mismatch/num_impossible_tokens | tokens | Response tokens of log-prob −inf or NaN, left out of all else; healthy at 0.
+mismatch/rollout_is_mean | 1 | Mean ratio of training to rollout probability over response tokens.
 mismatch/rollout_is_std | 1 | Standard deviation of the applied weights, over the response tokens that rejection leaves.
 mismatch/rollout_is_min | 1 | Smallest ratio, the log clamped to ±20.
 mismatch/rollout_is_max | 1 | Largest ratio, the log clamped to ±20.
@@ -112,18 +103,12 @@ mismatch/rollout_is_p50 | 1 | 50th percentile of the ratio over response tokens.
 mismatch/rollout_is_p75 | 1 | 75th percentile of the ratio over response tokens.
 mismatch/rollout_is_p95 | 1 | 95th percentile of the ratio over response tokens.
 mismatch/rollout_is_p99 | 1 | 99th percentile of the ratio over response tokens.
-mismatch/rollout_is_eff_sample_size | fraction | Effective share of the batch, 1 / mean((w / mean w)²) of the
-    applied weights; healthy above 0.8.
-mismatch/rollout_is_veto_fraction | fraction | Samples with a token whose ratio is below the veto threshold; healthy
-    below 0.05.
-mismatch/rollout_is_catastrophic_token_fraction | fraction | Tokens whose ratio is below the veto threshold; healthy
-    below 0.01.
-mismatch/rollout_is_ratio_fraction_high | fraction | Response tokens (level sequence: samples) whose ratio is above
-    the upper bound.
-mismatch/rollout_is_ratio_fraction_low | fraction | Response tokens (level sequence: samples) whose ratio is below the
-    lower bound.
-mismatch/rollout_is_clipped_fraction | fraction | Response tokens outside the bounds, which mode clip gives weight 0;
-    healthy below 0.2.
+mismatch/rollout_is_eff_sample_size | fraction | 1 / mean((w / mean w)²) of the applied weights w; healthy above 0.8.
+mismatch/rollout_is_veto_fraction | fraction | Samples with a token below the veto threshold; healthy below 0.05.
+mismatch/rollout_is_catastrophic_token_fraction | fraction | Tokens below the veto threshold; healthy below 0.01.
+mismatch/rollout_is_ratio_fraction_high | fraction | Tokens (level sequence: samples) above the upper bound.
+mismatch/rollout_is_ratio_fraction_low | fraction | Tokens (level sequence: samples) below the lower bound.
+mismatch/rollout_is_clipped_fraction | fraction | Tokens outside the bounds (weight 0 in mode clip); healthy below 0.2.
 mismatch/rollout_is_seq_mean | 1 | Mean ratio of a sample (level sequence or geometric), over samples.
 mismatch/rollout_is_seq_std | 1 | Sample standard deviation of that ratio over samples.
 mismatch/rollout_is_seq_min | 1 | Smallest ratio of a sample.
@@ -141,14 +126,13 @@ batch/num_groups_dropped | groups | Groups left out of the update because their 
 batch/num_gen_batches | batches | Generation batches drawn to fill the step.
 batch/packing_efficiency | fraction | Real tokens over token slots in the packed micro-batches.
 batch/rank_imbalance_before | 1 | Longest rank's tokens over the mean, had each rank as many samples in batch order.
-batch/rank_imbalance_after | 1 | The same with the split that was used (`trainer.balance_batch`); both with several
-    ranks only.
+batch/rank_imbalance_after | 1 | The same with the split that was used (`trainer.balance_batch`).
 """
-"""Name, unit and sentence of each metric; an indented line goes on with the one before, `*` is mean, max and min."""
+"""Name, unit and sentence of each metric; `*` is mean, max and min."""
 
 
 def _parse(table: str) -> Iterator[Metric]:
-    for row in filter(None, re.sub(r"\n +", " ", table).splitlines()):
+    for row in filter(None, table.splitlines()):
         name, unit, sentence = row.split(" | ")
         if name.endswith("/*"):
             for part, word in (("mean", "Mean"), ("max", "Largest"), ("min", "Smallest")):

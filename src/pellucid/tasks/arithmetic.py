@@ -6,6 +6,7 @@ held out at every level, size, seed and style. The row's `answer` doubles as the
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -72,23 +73,20 @@ class Arithmetic(Task):
 
     def _checked(self, args: ArithmeticArgs) -> tuple[int, str]:
         """Return (digits, ops) after checking every argument."""
-
-        def refuse(reason: str, remedy: str = "") -> UserError:
-            return UserError("task:arithmetic", reason, remedy)
-
-        if args.level not in LEVELS:
-            raise refuse(f"level={args.level} does not exist.", f"Levels: {min(LEVELS)} to {max(LEVELS)}.")
-        digits, ops = LEVELS[args.level]
+        digits, ops = LEVELS.get(args.level, (1, "+"))
         digits = digits if args.digits is None else args.digits
         ops = ops if args.ops is None else args.ops
-        if not isinstance(digits, int) or not 1 <= digits <= 9:
-            raise refuse(f"digits={digits} is out of range.", "Give a whole number from 1 to 9.")
-        if not isinstance(ops, str) or not ops or set(ops) - set("+-*"):
-            raise refuse(f"ops='{ops}' is not understood.", "Write the operations out of '+-*', such as ops=+-")
-        if args.size is not None and (not isinstance(args.size, int) or args.size < 1):
-            raise refuse(f"size={args.size} is not a positive whole number.")
-        if args.style not in ("plain", "chat"):
-            raise refuse(f"style='{args.style}' does not exist.", "Styles: plain, chat.")
+        size_is_fine = args.size is None or (isinstance(args.size, int) and args.size > 0)
+        rules = {
+            f"level={args.level} does not exist: levels are {min(LEVELS)} to {max(LEVELS)}.": args.level in LEVELS,
+            f"digits={digits} is out of range: give a whole number from 1 to 9.": digits in range(1, 10),
+            f"ops='{ops}' is not understood: write operations out of '+-*'.": bool(re.fullmatch(r"[-+*]+", str(ops))),
+            f"size={args.size} is not a positive whole number.": size_is_fine,
+            f"style='{args.style}' does not exist: styles are plain and chat.": args.style in ("plain", "chat"),
+        }
+        for reason, holds in rules.items():
+            if not holds:
+                raise UserError("task:arithmetic", reason)
         return digits, "".join(dict.fromkeys(ops))
 
     def verify(self, response: str, answer: Any, extra: dict[str, Any]) -> float:
@@ -114,8 +112,7 @@ def split_of(a: int, op: str, b: int) -> str:
 def _distinct_problems(digits: int, ops: str, rng: random.Random) -> Iterator[tuple[int, str, int]]:
     """Yield distinct problems in random order: all of them when they can be listed, else at least half of them."""
     base = 10**digits
-    total = len(ops) * base * base
-    for index in _random_order(total, rng):
+    for index in _random_order(len(ops) * base * base, rng):
         pair, op = divmod(index, len(ops))
         yield pair // base, ops[op], pair % base
 
