@@ -26,6 +26,7 @@ from pellucid.config import load_config
 from pellucid.console import notice
 from pellucid.files.rundir import RunDir
 from pellucid.learn import learn
+from pellucid.loop import speed_metrics
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.watchdog import Watchdog
 from pellucid.produce import produce
@@ -34,7 +35,6 @@ from pellucid.ranks.proxies import RemoteRole, RemoteRolloutEngine
 from pellucid.ranks.wire import Parcel, SharedMemory
 from pellucid.ranks.worker import Outcome, Progress
 from pellucid.rollout.requests import Completion, Request
-from pellucid.step_metrics import speed_metrics
 from pellucid.types import ActorUpdate, LogProbs
 
 GROUP, PROCESSES = 8, 2
@@ -89,6 +89,9 @@ class Call:
 
     def __init__(self, method: Any, rank: int) -> None:
         self._method, self._rank = method, rank
+
+    def options(self, **_: Any) -> "Call":
+        return self
 
     def remote(self, *arguments: Any) -> Any:
         return self._method.remote(self._rank, *arguments)
@@ -163,7 +166,7 @@ def own_bytes() -> int:
     return psutil.Process().memory_full_info().uss
 
 
-def one_step(run: building.RlRun, step: int) -> None:
+def one_step(run: building.Run, step: int) -> None:
     with run.profiler.step(step):
         learn(run, produce(run, step)[0], step)
 
@@ -177,7 +180,7 @@ def measure(num_ranks: int, prompts: int, tokens: int, *, dump: bool, steps: int
         inputs = building.load_inputs(config)
         placement = StubPlacement(num_ranks, tokens)
         building.place_roles = lambda *_: placement
-        run = building.build_rl_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1, Watchdog(None))
+        run = building.build_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1, Watchdog(None))
         one_step(run, 1)
         speed_metrics(run, 1.0)
         before, puts, put_bytes = own_bytes(), placement.store.num_puts, placement.store.put_bytes

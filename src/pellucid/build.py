@@ -17,7 +17,8 @@ from pellucid.algo.catalog import ESTIMATORS, POLICY_LOSSES, REINFORCE, load
 from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.config import RunConfig
 from pellucid.config.schema.actor import ActorConfig, OptimConfig
-from pellucid.config.schema.critic import CriticConfig
+from pellucid.config.schema.critic import CriticConfig, CriticModelConfig
+from pellucid.config.schema.model import ModelConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
 from pellucid.console import notice
 from pellucid.errors import MissingExtraError, UserError
@@ -61,7 +62,7 @@ def choose_estimator(config: RunConfig) -> Estimator:
     name = config.algorithm.adv_estimator
     if name in ESTIMATORS:
         return load(ESTIMATORS[name].function)
-    return checked_estimator(_load_function(name, ESTIMATOR_FIELD), name)
+    return checked_estimator(load_object(name, ESTIMATOR_FIELD), name)
 
 
 def choose_policy_loss(config: RunConfig) -> PolicyLoss:
@@ -75,14 +76,7 @@ def choose_policy_loss(config: RunConfig) -> PolicyLoss:
     name = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if name in POLICY_LOSSES:
         return PolicyLoss.named(name)
-    return PolicyLoss(checked_loss(_load_function(name, LOSS_FIELD), name))
-
-
-def _load_function(spec: str, field: str) -> Callable[..., Any]:
-    function = load_object(spec, field)
-    if not callable(function):
-        raise UserError(field, f"'{spec}' is of type {type(function).__name__}, not a function.", "Name a function.")
-    return function
+    return PolicyLoss(checked_loss(load_object(name, LOSS_FIELD), name))
 
 
 def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -119,11 +113,9 @@ def _check_critic(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None
     size = read_config(section.path, section.override_config, trust_remote_code=trust, field=CRITIC).vocab_size
     # One of the two may have tokens more, as long as the critic has room for them.
     if not (own <= sampled.items() or sampled.items() <= own) or max(sampled.values()) >= size:
-        raise UserError(
-            CRITIC,
-            f"'{section.path}' reads other tokens than the policy '{policy.path}', whose sampled ids it must value.",
-            "Start from a model with the policy's vocabulary, or remove the key to start from the policy.",
-        )
+        reason = f"'{section.path}' reads other tokens than the policy '{policy.path}', whose ids it must value."
+        remedy = "Start from a model with the policy's vocabulary, or remove the key to start from the policy."
+        raise UserError(CRITIC, reason, remedy)
 
 
 def _check_reward_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -131,23 +123,17 @@ def _check_reward_model(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
     own = _reward_tokenizer(config, tokenizer)
     if own is not None:
         if own.chat_template is not None and not data.return_raw_chat:
-            raise UserError(
-                "data.return_raw_chat",
-                "the reward model has a vocabulary and a chat template of its own, so it must be given the messages.",
-                "Set it to true.",
-            )
+            reason = "the reward model has a vocabulary and a chat template of its own: it must be given the messages."
+            raise UserError("data.return_raw_chat", reason, "Set it to true.")
         return  # how long a text is in its tokens shows when it is scored
     assert section.path is not None
     model_config = read_config(section.path, None, trust_remote_code=section.trust_remote_code, field=REWARD_MODEL)
     limit, longest = max_positions(model_config), data.max_prompt_length + data.max_response_length
     if limit is not None and limit < longest:
-        raise UserError(
-            REWARD_MODEL,
-            f"'{section.path}' reads {limit} tokens (max_position_embeddings), and the longest sequence has "
-            f"{data.max_prompt_length} "
-            f"prompt + {data.max_response_length} response = {longest} tokens.",
-            "Use a reward model for longer texts, or lower data.max_prompt_length or data.max_response_length.",
-        )
+        sizes = f"{data.max_prompt_length} prompt + {data.max_response_length} response = {longest} tokens"
+        reason = f"'{section.path}' reads {limit} tokens (max_position_embeddings), the longest sequence has {sizes}."
+        remedy = "Use a reward model for longer texts, or lower data.max_prompt_length or data.max_response_length."
+        raise UserError(REWARD_MODEL, reason, remedy)
 
 
 def _reward_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
@@ -162,7 +148,7 @@ def _reward_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Where the models of a process live, and over how many ranks they are spread."""
+    """Where the models of a process live, and over how many ranks they are spread; makes their training engines."""
 
     device: torch.device
     dtype: torch.dtype
@@ -177,9 +163,45 @@ class Compute:
         """Return whether a model is taken apart: over several ranks, or between a device and the CPU's memory."""
         return self.num_ranks > 1 or (fsdp.param_offload and self.device.type != "cpu")
 
-    def shard(
-        self, model: PreTrainedModel, fsdp: FsdpConfig | RefFsdpConfig, section: str
-    ) -> "Sharding | None":
+    def trained(
+        self, model: PreTrainedModel, section: ActorConfig | CriticConfig, name: str, run_updates: int
+    ) -> FsdpEngine:
+        """Return the engine of a model that config section `name` says how to train."""
+        sharding = self._shard(model, section.fsdp_config, name)
+        offload = section.fsdp_config.optimizer_offload
+        optimizer = make_optimizer(model, section.optim, section.grad_clip, run_updates, offload=offload)
+        tokens, sequences = section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu
+        return self.engine(model, micro_batching(section.use_dynamic_bsz, tokens, sequences), sharding, optimizer)
+
+    def frozen(
+        self, model: PreTrainedModel, cut: MicroBatching, fsdp: FsdpConfig | RefFsdpConfig, name: str
+    ) -> FsdpEngine:
+        """Return the engine of a model that is not trained."""
+        return self.engine(model, cut, self._shard(model, fsdp, name))
+
+    def engine(
+        self,
+        model: PreTrainedModel,
+        cut: MicroBatching,
+        sharding: "Sharding | None",
+        optimizer: ScheduledAdamW | None = None,
+        *,
+        without_adapters: bool = False,
+    ) -> FsdpEngine:
+        """Return an engine of this process."""
+        return FsdpEngine(
+            model,
+            optimizer,
+            cut,
+            device=self.device,
+            dtype=self.dtype,
+            sharding=sharding,
+            without_adapters=without_adapters,
+            balance_ranks=self.balance_ranks,
+            probe=self.probe,
+        )
+
+    def _shard(self, model: PreTrainedModel, fsdp: FsdpConfig | RefFsdpConfig, name: str) -> "Sharding | None":
         """Spread `model` over the ranks; None where one process holds it whole.
 
         Raises:
@@ -198,19 +220,18 @@ class Compute:
             reshard_after_forward=fsdp.reshard_after_forward,
             param_offload=fsdp.param_offload,
         )
-        return Sharding(model, plan, self.device, field=f"{section}.fsdp_config.fsdp_size")
+        return Sharding(model, plan, self.device, field=f"{name}.fsdp_config.fsdp_size")
+
+
+def micro_batching(by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
+    """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""
+    return MicroBatching(tokens, None) if by_tokens else MicroBatching(None, sequences)
 
 
 def load_policy(config: RunConfig, device: torch.device, *, adapters: bool = True) -> PreTrainedModel:
     """Load the policy's model, with LoRA adapters where the config asks for them and `adapters` does not forbid it."""
     section = config.actor_rollout_ref.model
-    model = load_model(
-        section.path,
-        device=device,
-        override_config=section.override_config,
-        trust_remote_code=section.trust_remote_code,
-        gradient_checkpointing=section.enable_gradient_checkpointing,
-    )
+    model = load_model(section.path, device=device, **_loading(section))
     if section.lora_rank and adapters:
         targets, seed = section.target_modules, config.trainer.seed
         add_lora(model, rank=section.lora_rank, alpha=section.lora_alpha, target_modules=targets, seed=seed)
@@ -219,14 +240,15 @@ def load_policy(config: RunConfig, device: torch.device, *, adapters: bool = Tru
 
 def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
     """Load the critic's model as a run starts it."""
-    section = config.critic.model
-    return load_value_model(
-        section.path,
-        device=device,
-        override_config=section.override_config,
-        trust_remote_code=section.trust_remote_code,
-        gradient_checkpointing=section.enable_gradient_checkpointing,
-    )
+    return load_value_model(config.critic.model.path, device=device, **_loading(config.critic.model))
+
+
+def _loading(section: ModelConfig | CriticModelConfig) -> dict[str, Any]:
+    return {
+        "override_config": section.override_config,
+        "trust_remote_code": section.trust_remote_code,
+        "gradient_checkpointing": section.enable_gradient_checkpointing,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +268,7 @@ class Roles:
     actor: Actor | None = None
     rollout: RolloutEngine | None = None
     """Samples from the trained policy itself."""
-    reference: Reference | None = None
+    ref: Reference | None = None
     critic: Critic | None = None
     reward_model: RewardModel | None = None
     mismatch: Mismatch | None = None
@@ -254,16 +276,18 @@ class Roles:
 
     def take_flops(self) -> float:
         """Return the arithmetic of all roles since the last call."""
-        roles = (self.actor, self.reference, self.critic, self.reward_model)
+        roles = (self.actor, self.ref, self.critic, self.reward_model)
         return sum(role.take_flops() for role in roles if role is not None)
 
-    def engine_of(self, stage: Stage) -> RolloutEngine | None:
+    def engine_of(self, stage: Stage) -> RolloutEngine:
         """Return the engine that samples in a stage: validation is always of the trained policy itself."""
-        return self.rollout if self.mismatch is None or stage is Stage.VALIDATE else self.mismatch.engine
+        engine = self.rollout if self.mismatch is None or stage is Stage.VALIDATE else self.mismatch.engine
+        assert engine is not None, "the pool that has the actor has an engine"
+        return engine
 
     def in_hand(self) -> list[str]:
         """Return the samples that the models of this process work on at this moment."""
-        roles = (self.rollout, self.actor, self.reference, self.critic, self.reward_model)
+        roles = (self.rollout, self.actor, self.ref, self.critic, self.reward_model)
         return [name for role in roles if role is not None for name in role.in_hand]
 
     def modules_of(self, stage: Stage) -> tuple[torch.nn.Module, ...]:
@@ -273,21 +297,18 @@ class Roles:
 
     def named(self, role: str) -> Any:
         """Return the role of that name, None where there is none."""
-        return vars(self).get({"ref": "reference"}.get(role, role))
+        return vars(self).get(role)
 
 
 def needed_roles(config: RunConfig) -> list[RoleName]:
     """Return the roles that a run has; validation alone needs the policy and what scores it."""
-    trains = not config.trainer.val_only
-    reward_model = config.reward_model.enable and (trains or not config.reward_model.rule_weight)
-    has: dict[RoleName, bool] = {
-        "actor": True,
-        "rollout": True,
+    trains, judged = not config.trainer.val_only, config.reward_model.enable
+    needed: dict[RoleName, bool] = {
         "ref": trains and config.needs_reference,
         "critic": trains and config.has_critic,
-        "reward_model": reward_model,
+        "reward_model": judged and (trains or not config.reward_model.rule_weight),
     }
-    return [role for role, needed in has.items() if needed]
+    return ["actor", "rollout", *(role for role, is_needed in needed.items() if is_needed)]
 
 
 def make_roles(
@@ -303,96 +324,47 @@ def make_roles(
     Raises:
         UserError: a model does not fit its role, or `fsdp_size` the ranks.
     """
-    roles, engines, actor = Roles(), _Engines(config, compute), None
+    roles, policy, actor, reference = Roles(), config.actor_rollout_ref, None, None
+    rollout, critic = policy.rollout, config.critic
     if "actor" in names:
-        model, section = load_policy(config, compute.device), config.actor_rollout_ref.actor
+        model = load_policy(config, compute.device)
         # The copy is made before sharding takes the model apart.
-        whole = copy.deepcopy(model) if compute.spreads(section.fsdp_config) else None
+        whole = copy.deepcopy(model) if compute.spreads(policy.actor.fsdp_config) else None
         steps = total_steps - config.trainer.critic_warmup  # the policy rests while the critic warms up
-        actor = engines.trained(model, section, "actor_rollout_ref.actor", steps)
-        roles.mismatch = _make_mismatch(config, actor, tokenizer, compute.probe)
-        verify = config.actor_rollout_ref.rollout.verify_weights
-        copied = None if whole is None else GatheredPolicy(actor, whole, verify)
+        updates = num_updates(config, steps, policy.actor.ppo_mini_batch_size, policy.actor.ppo_epochs)
+        actor = compute.trained(model, policy.actor, "actor_rollout_ref.actor", updates)
+        copied = None if whole is None else GatheredPolicy(actor, whole, rollout.verify_weights)
         sampled = (actor, None) if copied is None else (copied, copied.take_weights)
         roles.rollout = _make_native_engine(config, *sampled, tokenizer, compute.probe)
-    reference = engines.reference(actor) if "ref" in names else None
-    if reference is not None:
-        roles.reference = Reference(reference, temperature=config.actor_rollout_ref.rollout.temperature)
+        if changes_weights(rollout.simulate_mismatch):
+            other = MismatchedPolicy(actor, rollout.simulate_mismatch, rollout.seed)
+            engine = _make_native_engine(config, other, other.take_weights, tokenizer, compute.probe)
+            roles.mismatch = Mismatch(other, engine)
+    if "ref" in names:
+        reference = _make_reference(config, compute, actor)
+        roles.ref = Reference(reference, temperature=rollout.temperature)
     if actor is not None:
         roles.actor = make_actor(config, actor, policy_loss, reference)
     if "critic" in names:
-        model = load_critic(config, compute.device)
-        roles.critic = Critic(
-            engines.trained(model, config.critic, "critic", total_steps),
-            config.critic,
-            max_response_length=config.actor_rollout_ref.rollout.response_length,
-            seed=config.trainer.seed,
-        )
+        updates = num_updates(config, total_steps, critic.ppo_mini_batch_size, critic.ppo_epochs)
+        engine = compute.trained(load_critic(config, compute.device), critic, "critic", updates)
+        seed = config.trainer.seed
+        roles.critic = Critic(engine, critic, max_response_length=rollout.response_length, seed=seed)
     if "reward_model" in names:
-        roles.reward_model = _make_reward_model(config, engines, tokenizer, compute.device)
+        roles.reward_model = _make_reward_model(config, compute, tokenizer)
     return roles
 
 
-class _Engines:
-    """Makes the training engines of a process: a model, its shards, how its batches are cut, its optimizer."""
-
-    def __init__(self, config: RunConfig, compute: Compute) -> None:
-        self._config, self._compute = config, compute
-
-    def trained(
-        self, model: PreTrainedModel, section: ActorConfig | CriticConfig, name: str, steps: int
-    ) -> FsdpEngine:
-        """Return the engine of a model that a run of `steps` steps trains as config section `name` says."""
-        sharding = self._compute.shard(model, section.fsdp_config, name)
-        updates = num_updates(self._config, steps, section.ppo_mini_batch_size, section.ppo_epochs)
-        offload = section.fsdp_config.optimizer_offload
-        optimizer = make_optimizer(model, section.optim, section.grad_clip, updates, offload=offload)
-        tokens, sequences = section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu
-        cut = self.micro_batching(section.use_dynamic_bsz, tokens, sequences)
-        return self.engine(model, cut, sharding, optimizer)
-
-    def reference(self, actor: FsdpEngine | None) -> FsdpEngine:
-        """Return the engine of the frozen reference: the actor's base under LoRA, else a model of its own."""
-        policy, ref = self._config.actor_rollout_ref, self._config.actor_rollout_ref.ref
-        tokens, sequences = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
-        cut = self.micro_batching(ref.log_prob_use_dynamic_bsz, tokens, sequences)
-        if policy.model.lora_rank:
-            assert actor is not None, "under LoRA the reference shares the actor's ranks"
-            return self.engine(actor.model, cut, actor.sharding, without_adapters=True)
-        model = load_policy(self._config, self._compute.device, adapters=False).requires_grad_(False)
-        return self.frozen(model, cut, ref.fsdp_config, "actor_rollout_ref.ref")
-
-    def frozen(
-        self, model: PreTrainedModel, cut: MicroBatching, fsdp: FsdpConfig | RefFsdpConfig, name: str
-    ) -> FsdpEngine:
-        """Return the engine of a model that is not trained."""
-        return self.engine(model, cut, self._compute.shard(model, fsdp, name))
-
-    def micro_batching(self, by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
-        """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""
-        return MicroBatching(tokens, None) if by_tokens else MicroBatching(None, sequences)
-
-    def engine(
-        self,
-        model: PreTrainedModel,
-        cut: MicroBatching,
-        sharding: "Sharding | None",
-        optimizer: ScheduledAdamW | None = None,
-        *,
-        without_adapters: bool = False,
-    ) -> FsdpEngine:
-        """Return an engine of this process."""
-        return FsdpEngine(
-            model,
-            optimizer,
-            cut,
-            device=self._compute.device,
-            dtype=self._compute.dtype,
-            sharding=sharding,
-            without_adapters=without_adapters,
-            balance_ranks=self._compute.balance_ranks,
-            probe=self._compute.probe,
-        )
+def _make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | None) -> FsdpEngine:
+    """Return the engine of the frozen reference: the actor's base under LoRA, else a model of its own."""
+    policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
+    tokens, sequences = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
+    cut = micro_batching(ref.log_prob_use_dynamic_bsz, tokens, sequences)
+    if policy.model.lora_rank:
+        assert actor is not None, "under LoRA the reference shares the actor's ranks"
+        return compute.engine(actor.model, cut, actor.sharding, without_adapters=True)
+    model = load_policy(config, compute.device, adapters=False).requires_grad_(False)
+    return compute.frozen(model, cut, ref.fsdp_config, "actor_rollout_ref.ref")
 
 
 def _make_native_engine(
@@ -416,27 +388,6 @@ def _make_native_engine(
     )
 
 
-def _make_mismatch(
-    config: RunConfig, actor: FsdpEngine, tokenizer: PreTrainedTokenizerBase, probe: Probe
-) -> Mismatch | None:
-    """Return the mismatch laboratory; None unless `rollout.simulate_mismatch` asks for one.
-
-    Raises:
-        UserError: int8 is asked for and the model has no linear layers, or the weights are spread.
-    """
-    section = config.actor_rollout_ref.rollout
-    if not changes_weights(section.simulate_mismatch):
-        return None
-    if actor.sharding is not None:
-        raise UserError(
-            "actor_rollout_ref.rollout.simulate_mismatch",
-            "it changes the weights of one process for a while, and they are spread over ranks or offloaded.",
-            "Train in one process without param_offload.",
-        )
-    policy = MismatchedPolicy(actor, section.simulate_mismatch, section.seed)
-    return Mismatch(policy, _make_native_engine(config, policy, policy.take_weights, tokenizer, probe))
-
-
 def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, reference: FsdpEngine | None) -> Actor:
     """Return the actor; `reference` is the engine of the frozen reference, or None."""
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -458,20 +409,17 @@ def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, r
 
 
 def _make_reward_model(
-    config: RunConfig, engines: _Engines, policy_tokenizer: PreTrainedTokenizerBase, device: torch.device
+    config: RunConfig, compute: Compute, policy_tokenizer: PreTrainedTokenizerBase
 ) -> RewardModel:
     section = config.reward_model
     assert section.model.path is not None
     sequences, trust = section.micro_batch_size_per_gpu, section.model.trust_remote_code
-    model = load_reward_model(section.model.path, device=device, trust_remote_code=trust)
+    model = load_reward_model(section.model.path, device=compute.device, trust_remote_code=trust)
     positions = max_positions(model.config)
-    cut = engines.micro_batching(sequences is None, section.forward_max_token_len_per_gpu, sequences)
-    return RewardModel(
-        engines.frozen(model, cut, FsdpConfig(), "reward_model"),
-        _reward_tokenizer(config, policy_tokenizer),
-        max_tokens=cut.max_tokens,
-        max_positions=positions,
-    )
+    cut = micro_batching(sequences is None, section.forward_max_token_len_per_gpu, sequences)
+    engine = compute.frozen(model, cut, FsdpConfig(), "reward_model")
+    own = _reward_tokenizer(config, policy_tokenizer)
+    return RewardModel(engine, own, max_tokens=cut.max_tokens, max_positions=positions)
 
 
 def num_updates(config: RunConfig, steps: int, mini_batch_size: int, epochs: int) -> int:

@@ -1,47 +1,48 @@
-"""What a stage leaves in `<run>/failures/step_N` when NaN or Inf ends it, for `pellucid precision replay`.
+"""What a stage leaves in `<run>/failures/step_N` when NaN or Inf ends it, and how it is run again to find the origin.
 
-    failure.json           stage, step, mini-batch; what was to be sampled
-    finding.json           where it began, with trainer.nan_sentinel
-    rollouts.jsonl.zst     the samples
-    batch.safetensors      their [B, …] tensors
-    weights/               the role's, as of the failure
-    config.yaml            the run's
+    failure.pt      which stage, and what it worked on: rollouts and tensors, or what was asked of the engine
+    finding.json    where it began, with trainer.nan_sentinel
+    weights/        the role's, as of the failure
+    config.yaml     the run's
 
-`replay.py` writes it when a stage of a run fails, and reads it to run that stage again.
+In the run that fails, `failure_kept` saves these and repeats the stage with the run's own roles, over all ranks. Later
+`pellucid precision replay` makes the role again from the saved files and does the same in one process, where the pass
+that is found to be wrong is kept as a capture.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import io
 import json
+import pickle
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
+from pellucid import devices
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles, run_tokenizer, torch_dtype
+from pellucid.config import RunConfig, load_config
 from pellucid.console import notice
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
-from pellucid.files.rollout_dump import read_rollouts, write_rollouts
-from pellucid.files.rundir import atomic_write
+from pellucid.files.rundir import RunDir, atomic_write
 from pellucid.ranks.rank_failures import RankFailedError
-from pellucid.rollout.requests import SamplingParams
+from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
 from pellucid.stages import ROLE_OF, Stage
 from pellucid.types import Experience, MiniBatch, Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch, Turn
 
 if TYPE_CHECKING:
-    from pellucid.config import RunConfig
-    from pellucid.files.rundir import RunDir
     from pellucid.precision.sentinel import Finding
     from pellucid.ranks import Placement
-    from pellucid.training.common.models import TokenPieces
 
-FAILURE, FINDING, ROLLOUTS, TENSORS, WEIGHTS, CONFIG = (
-    "failure.json", "finding.json", "rollouts.jsonl.zst", "batch.safetensors", "weights", "config.yaml",
-)  # fmt: skip
+FAILURE, FINDING, WEIGHTS, CONFIG, CAPTURE = "failure.pt", "finding.json", "weights", "config.yaml", "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,20 @@ class Failure:
         """Whose model ran: `actor` for rollouts, too."""
         return ROLE_OF.get(self.stage, "actor").replace("rollout", "actor")
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether what is saved is enough to repeat it: an optimizer step's state and earlier weights are gone."""
+        return not self.quantity.endswith(UPDATED_WEIGHTS)
+
     def __str__(self) -> str:
         return f"{self.stage} of step {self.step}"
+
+
+_SAVED_TYPES = [
+    Experience, Failure, GenerateCall, MiniBatch, Prompt, RewardFailure, Rollout, Samples, SamplingParams, Score,
+    TrainBatch, Turn,
+]  # fmt: skip
+"""All that `failure.pt` is made of beside tensors and plain values; nothing else is ever unpickled."""
 
 
 class FailingRun(Protocol):
@@ -89,40 +102,64 @@ class FailingRun(Protocol):
     config: RunConfig
     run_dir: RunDir
     placement: Placement
-    token_pieces: TokenPieces
 
 
-def is_repeatable(quantity: str) -> bool:
-    """Tell whether what is saved is enough to repeat it: an optimizer step's state and earlier weights are gone.
+@contextmanager
+def failure_kept(
+    run: FailingRun, stage: Stage, step: int, given: Given | None, on_done: Callable[[int], None]
+) -> Iterator[None]:
+    """Enclose a stage: where NaN or Inf ends it, what it was given is saved, and with the sentinel the place found.
 
-    Args:
-        quantity: that was not finite, as `NonFiniteError` has it.
+    Raises:
+        NonFiniteError: as the stage does, with `folder` where it could be saved, and `origin` where it could be found.
     """
-    return not quantity.endswith(UPDATED_WEIGHTS)
+    sentinel = run.placement.sentinel
+    try:
+        with contextlib.nullcontext() if sentinel is None else sentinel.watch(stage):
+            yield
+    except NonFiniteError as error:
+        if error.folder is not None or error.origin:  # one of a stage within this one
+            raise
+        failure = Failure(stage, step, error.quantity, error.mini_batch, given)
+        error.folder = save_failure(run, failure)
+        finding = _locate(run, failure, on_done)
+        if finding is not None:
+            error.origin = finding.sentence()
+            if (folder := error.folder) is not None:
+                text = json.dumps(finding.as_json(), indent=2) + "\n"
+                _saved("the finding", folder, lambda: atomic_write(folder / FINDING, text))
+        raise
 
 
 def save_failure(run: FailingRun, failure: Failure) -> Path | None:
     """Save what the stage that failed worked on; return the folder, or None where that cannot be written."""
-    folder = run.run_dir.path / "failures" / f"step_{failure.step:06d}"
-    if failure.given is None or not _saved(f"what {failure} worked on", folder, lambda: _save(run, failure, folder)):
+    folder, given = run.run_dir.path / "failures" / f"step_{failure.step:06d}", failure.given
+    if given is None:
         return None
+
+    def save_work() -> None:
+        if folder.exists():  # of an earlier attempt at the step
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        if run.run_dir.config_yaml.exists():
+            shutil.copyfile(run.run_dir.config_yaml, folder / CONFIG)
+        version = run.placement.roles.named("actor").version if failure.role == "actor" else 0
+        file, work = io.BytesIO(), replace(failure, stage=failure.stage.value, given=_saveable(given), version=version)
+        torch.save(work, file)
+        atomic_write(folder / FAILURE, file.getvalue())  # last: a folder without it holds no failure
 
     def save_weights() -> None:
         (folder / WEIGHTS).mkdir()
         run.placement.roles.named(failure.role).save(folder / WEIGHTS, ["model"])
         mismatch = run.placement.roles.mismatch
-        if isinstance(failure.given, GenerateCall) and mismatch is not None:
+        if isinstance(given, GenerateCall) and mismatch is not None:
             mismatch.policy.save(folder / WEIGHTS)
 
+    if not _saved(f"what {failure} worked on", folder, save_work):
+        return None
     if not _saved(f"the {failure.role}'s weights", folder, save_weights):  # a replay starts from the model's own
         shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
     return folder
-
-
-def save_finding(folder: Path, finding: Finding) -> None:
-    """Save where it began beside the failure, as far as the disk has room."""
-    text = json.dumps(finding.as_json(), indent=2) + "\n"
-    _saved("the finding", folder, lambda: atomic_write(folder / FINDING, text))
 
 
 def _saved(what: str, folder: Path, save: Callable[[], None]) -> bool:
@@ -136,98 +173,163 @@ def _saved(what: str, folder: Path, save: Callable[[], None]) -> bool:
     return True
 
 
-def _save(run: FailingRun, failure: Failure, folder: Path) -> None:
-    if folder.exists():  # of an earlier attempt at the step
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    given, generate = failure.given, None
-    rollouts = given.rollouts if isinstance(given, Samples) else given if isinstance(given, list) else []
-    if rollouts:
-        scores = given.scores if isinstance(given, Samples) else [Score(None)] * len(rollouts)
-        write_rollouts(folder / ROLLOUTS, rollouts, scores, failure.step, pieces=run.token_pieces)
-    if isinstance(given, Samples):
-        save_file({name: tensor.clone() for name, tensor in given.tensors().items()}, folder / TENSORS)
+def _saveable(given: Given) -> Given:
+    """Return a copy of what models read of it: rows hold objects of all kinds, sequences may be views of memory."""
+
+    def prompt(one: Prompt) -> Prompt:
+        return replace(one, answer=None, extra={})
+
+    def rollout(one: Rollout) -> Rollout:
+        sequences = {name: list(values) for name, values in one.sequences().items()}
+        return replace(one, prompt=prompt(one.prompt), **sequences)
+
     if isinstance(given, GenerateCall):
-        asked = [{"uid": prompt.uid, "token_ids": prompt.token_ids, "task": prompt.task} for prompt in given.prompts]
-        generate = {"prompts": asked, "params": dataclasses.asdict(given.params), "stream": given.stream}
-    record: dict[str, Any] = {
-        "stage": failure.stage,
-        "step": failure.step,
-        "quantity": failure.quantity,
-        "mini_batch": failure.mini_batch and dataclasses.asdict(failure.mini_batch),
-        "version": run.placement.roles.named("actor").version if failure.role == "actor" else 0,
-        "messages": {one.prompt.uid: one.prompt.messages for one in rollouts if one.prompt.messages is not None},
-        "generate": generate,
-    }
-    if run.run_dir.config_yaml.exists():
-        shutil.copyfile(run.run_dir.config_yaml, folder / CONFIG)
-    atomic_write(folder / FAILURE, json.dumps(record, indent=2) + "\n")  # last: a folder without it holds no failure
+        return replace(given, prompts=list(map(prompt, given.prompts)))
+    if isinstance(given, Samples):
+        return replace(given, rollouts=list(map(rollout, given.rollouts)))
+    return list(map(rollout, given))
 
 
 def read_failure(folder: Path) -> Failure:
     """Return what `save_failure` saved in a folder.
 
     Raises:
-        UserError: there is no failure, or a file of it is missing or damaged.
+        UserError: there is no failure, or a file of it is damaged.
     """
-    file = folder / FAILURE
+    file, finding = folder / FAILURE, folder / FINDING
     if not file.is_file():
-        raise UserError(
-            str(folder),
-            f"holds no failure (no {FAILURE}).",
-            "Give a folder <run>/failures/step_N that a run left behind.",
-        )
+        remedy = "Give a folder <run>/failures/step_N that a run left behind."
+        raise UserError(str(folder), f"holds no failure (no {FAILURE}).", remedy)
     try:
-        record = json.loads(file.read_text())
-        mini_batch, finding = record["mini_batch"], folder / FINDING
-        return Failure(
-            Stage(record["stage"]),
-            record["step"],
-            record["quantity"],
-            None if mini_batch is None else MiniBatch(**mini_batch),
-            _read_given(folder, record),
-            record["version"],
-            json.loads(finding.read_text())["sentence"] if finding.is_file() else None,
-        )
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        if isinstance(error, UserError):
-            raise
+        with torch.serialization.safe_globals(_SAVED_TYPES):
+            failure: Failure = torch.load(file, weights_only=True)
+        sentence = json.loads(finding.read_text())["sentence"] if finding.is_file() else None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError, json.JSONDecodeError) as error:
         raise UserError(str(file), f"cannot be read: {type(error).__name__}: {error}") from error
+    return replace(failure, stage=Stage(failure.stage), finding=sentence)
 
 
-def _read_given(folder: Path, record: dict[str, Any]) -> Given:
-    if (call := record["generate"]) is not None:
-        prompts = [Prompt(one["uid"], one["token_ids"], text="", task=one["task"]) for one in call["prompts"]]
-        return GenerateCall(prompts, SamplingParams(**call["params"]), tuple(call["stream"]))
-    prompts_of: dict[str, Prompt] = {}
-    rollouts: list[Rollout] = []
-    scores: list[Score] = []
-    for row in read_rollouts(folder / ROLLOUTS):
-        uid, length = row["uid"], len(row["response_ids"])
-        own = Prompt(uid, row["prompt_ids"], row["prompt"], row["task"], row["answer"], record["messages"].get(uid))
-        prompt = prompts_of.setdefault(uid, own)
-        rollouts.append(
-            Rollout(
-                prompt,
-                row["sample"],
-                row["response_ids"],
-                list(map(bool, row.get("sampled", [1] * length))),
-                row["rollout_logprobs"],
-                row.get("policy_versions") or [row["policy_version"]] * length,
-                tuple(map(_turn, row["turns"])) if "turns" in row else (Turn(0, length, row["finish_reason"]),),
-                row["finish_reason"],
-                row["response"],
-            )
-        )
-        failure = row["failure"] and RewardFailure(**row["failure"])
-        scores.append(Score(row["reward"], row["reward_parts"], failure))
-    if not (folder / TENSORS).is_file():
-        return rollouts
-    tensors = load_file(folder / TENSORS)
-    kind = TrainBatch if "advantages" in tensors else Experience
-    return kind(rollouts, scores, **tensors)
+def _locate(run: FailingRun, failure: Failure, on_done: Callable[[int], None]) -> Finding | None:
+    """Return where a failure began, from a repetition with the run's own roles; None without the sentinel."""
+    sentinel = run.placement.sentinel
+    if sentinel is None:
+        return None
+    try:
+        if failure.given is not None and failure.is_repeatable:
+            sentinel.locate(failure.stage)
+            with contextlib.suppress(NonFiniteError), sentinel.watch(failure.stage):
+                # A sign of life is all that is told: nothing is done twice.
+                run_again(run.config, run.placement.roles, failure, lambda _: on_done(0))
+        finding = sentinel.take_finding()
+    except RuntimeError as reason:  # a rank that failed, or too little memory for captures: the failure matters more
+        notice(f"{failure} could not be repeated to find out where it goes wrong ({reason}).", style="red")
+        return None
+    return None if finding is None else _told(finding, failure)
 
 
-def _turn(record: dict[str, Any]) -> Turn:
-    fields: dict[str, Any] = record | {"tool_calls": tuple(record["tool_calls"])}
-    return Turn(**fields)
+def _told(finding: Finding, failure: Failure) -> Finding:
+    """Return a finding that knows its stage, and, in a loss, the tensor of the batch that brought it in."""
+    from pellucid.precision.sentinel import LOSS
+
+    finding.stage, finding.step, given = str(failure.stage), failure.step, failure.given
+    if finding.place != LOSS or failure.mini_batch is None or not isinstance(given, Samples):
+        return finding
+    batch = given.select(failure.mini_batch.rows)
+    for name, tensor in batch.tensors().items():
+        bad = (~tensor.isfinite()).flatten(1).any(dim=1) if tensor.dim() > 1 else ~tensor.isfinite()
+        if bad.any():
+            finding.cause = f"the batch's {name} are not finite"
+            finding.samples = [batch.rollouts[row].name for row in bad.nonzero()[:, 0].tolist()]
+            break
+    return finding
+
+
+def run_again(config: RunConfig, roles: Roles, failure: Failure, on_done: Callable[[int], None]) -> None:
+    """Run a stage that failed again, with roles of this process or proxies; `on_done` counts samples just finished."""
+    stage, given = failure.stage, failure.given
+    if isinstance(given, GenerateCall):
+        engine = roles.engine_of(stage)
+        sample_rollouts(engine, given.prompts, given.params, stream=given.stream, on_done=on_done)
+        return
+    role = roles.named(ROLE_OF[stage])
+    if failure.mini_batch is not None:
+        role.repeat_update(given, failure.mini_batch, step=failure.step)
+    elif stage is Stage.COMPUTE_RM_SCORE:
+        role.score(given, on_done=on_done)
+    elif stage is Stage.COMPUTE_VALUES:
+        role.compute_values(given, on_done=on_done)
+    elif stage is Stage.ACTOR_COMPUTE_LOG_PROB:
+        exact_kl = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
+        role.compute_log_probs(given, on_done=on_done, exact_kl=exact_kl)
+    else:
+        role.compute_log_probs(given, on_done=on_done)
+
+
+def replay(folder: Path, failure: Failure, device: str | None = None) -> tuple[Finding | None, Path | None]:
+    """Run a stage that failed again, from its files.
+
+    Args:
+        folder: where the failure was read.
+        failure: what `read_failure` returned; one that `is_repeatable`.
+        device: another than the run's.
+
+    Returns:
+        Where the stage goes wrong, None where every module is finite this time; and the folder of the capture of that
+        pass, None where it could not be written.
+
+    Raises:
+        UserError: the folder lacks the run's config, or the weights are of another model.
+    """
+    from pellucid.precision.dump import write_dump
+    from pellucid.precision.sentinel import Sentinel
+
+    if not (folder / CONFIG).is_file():
+        reason = "does not exist: the run had not begun when it failed."
+        raise UserError(str(folder / CONFIG), reason, "Run the recipe itself again.")
+    config, sentinel = load_config(folder / CONFIG, []).config, Sentinel()
+    roles = _make_roles(config, failure, folder / WEIGHTS, device or config.trainer.device, sentinel)
+    sentinel.modules_of = roles.modules_of
+    stage, step = failure.stage, failure.step
+    if roles.mismatch is not None and stage is Stage.ROLLOUT_GENERATE:
+        roles.mismatch.policy.load(folder / WEIGHTS)
+    sentinel.locate(stage)
+    with contextlib.suppress(NonFiniteError), sentinel.watch(stage):
+        run_again(config, roles, failure, lambda _: None)
+    finding, dump, capture = sentinel.take_finding(), sentinel.dump, folder / CAPTURE
+    if finding is None:
+        return None, None
+    if dump is None:
+        return _told(finding, failure), None
+    dump.about.step = step
+    try:
+        write_dump(capture / f"step_{step}" / dump.about.stage / "step0" / "rank0", dump)
+    except OSError as reason:  # the finding matters more
+        notice(f"no capture of it in {capture} ({reason})")
+        capture = None
+    return _told(finding, failure), capture
+
+
+def _make_roles(config: RunConfig, failure: Failure, weights: Path, device: str, probe: Any) -> Roles:
+    """Return the roles that the stage needs, with the weights that the failing one had."""
+    names: dict[str, list[RoleName]] = {
+        "actor": ["actor", "rollout", "ref"] if config.needs_reference else ["actor", "rollout"],
+        "ref": ["actor", "rollout", "ref"] if config.actor_rollout_ref.model.lora_rank else ["ref"],
+        "critic": ["critic"],
+        "reward_model": ["reward_model"],
+    }
+    dtype = torch_dtype(config.actor_rollout_ref.model.dtype)
+    compute = Compute(devices.choose_device(device), dtype, probe=probe)
+    total_steps = max(config.trainer.total_training_steps or failure.step, 1)
+    tokenizer, policy_loss = run_tokenizer(config), choose_policy_loss(config)
+    roles = make_roles(config, names[failure.role], tokenizer, policy_loss, compute, total_steps)
+    role = roles.named(failure.role)
+    role.engine.version = failure.version
+    if failure.role == "ref" and config.actor_rollout_ref.model.lora_rank:  # the model as loaded, without adapters
+        return roles
+    if weights.is_dir():
+        role.load(weights, ["model"])
+    else:
+        notice(f"the weights of the failure were not saved in {weights.parent}: these are the model's own")
+    if roles.rollout is not None and failure.role == "actor":
+        run_sync(roles.rollout.load_weights(WeightUpdate(failure.version)))
+    return roles

@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 
 from pellucid.console import console
@@ -17,33 +16,21 @@ class StopRequested(Exception):  # noqa: N818
         self.signal_number = signal_number
 
 
-@dataclass(slots=True)
-class StopFlag:
-    """Whether a signal asked the run to stop, and which."""
-
-    signal_number: int = 0
-
-    @property
-    def requested(self) -> bool:
-        """True once a signal has come."""
-        return self.signal_number != 0
-
-
 @contextmanager
-def stop_on_signals() -> Iterator[StopFlag]:
-    """Turn the first SIGINT or SIGTERM into a flag for the time of the block; the second one interrupts as usual."""
-    flag = StopFlag()
+def stop_on_signals() -> Iterator[list[int]]:
+    """Collect the number of a first SIGINT or SIGTERM for the time of the block; a second one interrupts as usual."""
+    came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if flag.requested:
+        if came:
             raise KeyboardInterrupt
-        flag.signal_number = number
+        came.append(number)
         message = "\nstopping: finishing this step, then writing a checkpoint (once more to stop at once)"
         console.print(message, markup=False)
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield flag
+        yield came
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -8,23 +8,24 @@ on disk, its rollout dump.
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from pellucid.algo.advantages import AdvantageInputs
 from pellucid.algo.aggregation import masked_mean
 from pellucid.algo.catalog import estimator_entry
-from pellucid.algo.correction import correct
+from pellucid.algo.correction import correct, out_of_range
 from pellucid.algo.kl import kl_penalty
+from pellucid.console import notice
 from pellucid.files.rollout_dump import write_rollouts
-from pellucid.produce import component_weights
+from pellucid.produce import component_weights, spread
 from pellucid.rollout.requests import WeightUpdate, run_sync
-from pellucid.run import RlRun
+from pellucid.run import Run
 from pellucid.stages import Stage
-from pellucid.step_metrics import policy_gap_metrics, spread, staleness_metrics, warn_of_mismatch
 from pellucid.types import Experience, LogProbs, Samples, TrainBatch
 
 
-def learn(run: RlRun, samples: Samples, step: int) -> dict[str, float]:
+def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
     """Make one new version of the policy from samples, hand it to the rollout engine, and return the metrics.
 
     Raises:
@@ -59,7 +60,7 @@ def learn(run: RlRun, samples: Samples, step: int) -> dict[str, float]:
     return metrics
 
 
-def compute_experience(run: RlRun, samples: Samples, step: int) -> Experience:
+def compute_experience(run: Run, samples: Samples, step: int) -> Experience:
     """Run the models that advantages and losses need forward: old policy, reference, critic."""
     algorithm, num_samples = run.config.algorithm, len(samples)
     penalised = algorithm.use_kl_in_reward
@@ -70,12 +71,12 @@ def compute_experience(run: RlRun, samples: Samples, step: int) -> Experience:
         exact_kl = penalised and algorithm.kl_penalty == "full"
         with run.stage(Stage.ACTOR_COMPUTE_LOG_PROB, step, num_samples, samples) as advance:
             old = run.actor.compute_log_probs(samples, on_done=advance, exact_kl=exact_kl)
-    if run.reference is not None and run.config.samples_kl:
+    if run.roles.ref is not None and run.config.samples_kl:
         with run.stage(Stage.REF_COMPUTE_LOG_PROB, step, num_samples, samples) as advance:
-            ref_logp = run.reference.compute_log_probs(samples, on_done=advance)
-    if run.critic is not None:
+            ref_logp = run.roles.ref.compute_log_probs(samples, on_done=advance)
+    if run.roles.critic is not None:
         with run.stage(Stage.COMPUTE_VALUES, step, num_samples, samples) as advance:
-            values = run.critic.compute_values(samples, on_done=advance)
+            values = run.roles.critic.compute_values(samples, on_done=advance)
     reward_kl = None
     if penalised and old is not None:
         reward_kl = kl_penalty(old.logp, ref_logp, algorithm.kl_penalty, full_kl=old.exact_kl)
@@ -89,7 +90,7 @@ def compute_experience(run: RlRun, samples: Samples, step: int) -> Experience:
     )
 
 
-def compute_advantages(run: RlRun, experience: Experience, step: int) -> tuple[TrainBatch, dict[str, float]]:
+def compute_advantages(run: Run, experience: Experience, step: int) -> tuple[TrainBatch, dict[str, float]]:
     """Subtract the KL penalty from the rewards where asked for, and return advantages and returns with their
     metrics.
     """
@@ -125,7 +126,7 @@ def compute_advantages(run: RlRun, experience: Experience, step: int) -> tuple[T
     return TrainBatch(**vars(experience), advantages=advantages, returns=returns, loss_mask=mask), metrics
 
 
-def correct_mismatch(run: RlRun, batch: TrainBatch, step: int) -> tuple[TrainBatch, dict[str, float]]:
+def correct_mismatch(run: Run, batch: TrainBatch, step: int) -> tuple[TrainBatch, dict[str, float]]:
     """Return the batch with what corrects for the rollout policy, weights and rejected tokens, and `mismatch/*`
     metrics.
 
@@ -143,7 +144,7 @@ def correct_mismatch(run: RlRun, batch: TrainBatch, step: int) -> tuple[TrainBat
     return replace(batch, correction_weights=weights, loss_mask=correction.mask), correction.metrics
 
 
-def update(run: RlRun, batch: TrainBatch, step: int) -> tuple[dict[str, float], torch.Tensor | None]:
+def update(run: Run, batch: TrainBatch, step: int) -> tuple[dict[str, float], torch.Tensor | None]:
     """Update the critic and, once it is warm, the actor.
 
     Returns:
@@ -153,13 +154,42 @@ def update(run: RlRun, batch: TrainBatch, step: int) -> tuple[dict[str, float], 
         NonFiniteError: NaN or Inf; the batch is saved.
     """
     metrics: dict[str, float] = {}
-    if run.critic is not None and batch.values is not None:
+    if run.roles.critic is not None and batch.values is not None:
         num_samples = len(batch) * run.config.critic.ppo_epochs
         with run.stage(Stage.CRITIC_UPDATE, step, num_samples, batch) as advance:
-            metrics |= run.critic.update(batch, step=step, on_done=advance)
+            metrics |= run.roles.critic.update(batch, step=step, on_done=advance)
     if step <= run.config.trainer.critic_warmup:
         return metrics, None if run.config.algorithm.bypass_mode else batch.old_logp
     num_samples = len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs
     with run.stage(Stage.ACTOR_UPDATE, step, num_samples, batch) as advance:
         updated = run.actor.update(batch, step=step, on_done=advance)
     return metrics | updated.metrics, updated.training_logp
+
+
+def policy_gap_metrics(
+    run: Run, batch: TrainBatch, training_logp: torch.Tensor | None, step: int
+) -> dict[str, float]:
+    """Return how far the rollout policy is from the training policy, where the correction did not measure it already.
+
+    Rows that `training_logp` [B, T] holds NaN for were not trained on, and are left out.
+    """
+    if training_logp is None or not run.config.actor_rollout_ref.rollout.calculate_log_probs:
+        return {}
+    mask = batch.loss_mask & ~training_logp.isnan()
+    with run.stage(Stage.CORRECTION, step):
+        return correct(training_logp, batch.rollout_logp, mask, run.config.algorithm).metrics
+
+
+def warn_of_mismatch(run: Run, metrics: dict[str, float]) -> None:
+    """Say once a run, for each metric, that it left its healthy range and what helps."""
+    for name, message in out_of_range(metrics):
+        if name not in run.warned:
+            run.warned.add(name)
+            notice(message)
+
+
+def staleness_metrics(run: Run, samples: Samples) -> dict[str, float]:
+    """Return how many updates ago the tokens about to be trained on were sampled: 0 in a synchronous loop."""
+    versions = np.concatenate([np.asarray(rollout.versions) for rollout in samples.rollouts])
+    ages = run.actor.version - versions[versions >= 0]  # −1: given, not sampled
+    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}

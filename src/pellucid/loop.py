@@ -18,9 +18,8 @@ from typing import Any
 from pellucid.console import console
 from pellucid.interrupt import StopRequested, stop_on_signals
 from pellucid.run import Run
-from pellucid.run_state import is_due, save_checkpoint, saves_finished
+from pellucid.run_state import is_due, save_checkpoint
 from pellucid.stages import Stage
-from pellucid.step_metrics import speed_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def train(run: Run, job: Job) -> None:
         NonFiniteError: NaN or Inf in an update; the batch was saved.
     """
     trainer = run.config.trainer
-    with stop_on_signals() as stop, run.display, saves_finished(run):
+    with stop_on_signals() as stop, run.display, run.store:
         if run.first_step == 1 and trainer.val_before_train and run.val_prompts:
             run.log(0, job.validate(run, 0) | run.spans.step_timings())
         for step in range(run.first_step, run.total_steps + 1):
@@ -58,7 +57,7 @@ def train(run: Run, job: Job) -> None:
             # The line goes out before the checkpoint: a kill in between repeats the step and its line, and loses
             # neither.
             run.log(step, metrics | speed_metrics(run, metrics["perf/total_num_tokens"]))
-            stopping = stop.requested
+            stopping = bool(stop)
             if last or stopping or is_due(step, trainer.save_freq):
                 with run.stage(Stage.SAVE_CHECKPOINT, step):
                     save_checkpoint(run, step)
@@ -68,4 +67,36 @@ def train(run: Run, job: Job) -> None:
                     "start the same command again to continue.",
                     markup=False,
                 )
-                raise StopRequested(stop.signal_number)
+                raise StopRequested(stop[0])
+
+
+_TRAINING_STAGES = (
+    Stage.ACTOR_COMPUTE_LOG_PROB,
+    Stage.REF_COMPUTE_LOG_PROB,
+    Stage.COMPUTE_VALUES,
+    Stage.COMPUTE_RM_SCORE,
+    Stage.CRITIC_UPDATE,
+    Stage.ACTOR_UPDATE,
+)
+
+
+def speed_metrics(run: Run, num_tokens: float) -> dict[str, float]:
+    """Return timings since the last call, throughput and utilisation.
+
+    Args:
+        run: whose spans and engines are read and reset.
+        num_tokens: prompt and response tokens of the step's samples.
+    """
+    timings = run.spans.step_timings()
+    training_s = sum(timings.get(f"timing_s/{stage}", 0.0) for stage in _TRAINING_STAGES)
+    flops, placement = run.roles.take_flops(), run.placement
+    step_s = timings["timing_s/step"]
+    return (
+        timings
+        | {
+            "perf/time_per_step": step_s,
+            "perf/throughput": num_tokens / step_s / placement.num_ranks,
+            "perf/mfu": flops / training_s / placement.peak_flops() if training_s else 0.0,
+        }
+        | placement.memory_gb()
+    )

@@ -15,14 +15,15 @@ from pellucid.errors import UserError, did_you_mean
 
 
 def load_object(spec: str, field: str) -> Any:
-    """Return the object that `spec` names.
+    """Return the function or class that `spec` names.
 
     Args:
         spec: `pkg.mod:name` or `file.py:name`.
         field: the config key, for the error text.
 
     Raises:
-        UserError: the spec has no colon, the file or module is missing or fails to import, or the name is not in it.
+        UserError: the spec has no colon, the file or module is missing or fails to import, or the name is not in it,
+            or not to be called.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -40,7 +41,10 @@ def load_object(spec: str, field: str) -> Any:
     if name not in vars(module):
         public = [other for other in vars(module) if not other.startswith("_")]
         raise UserError(field, f"'{place}' has no '{name}'.", did_you_mean(name, public))
-    return vars(module)[name]
+    found = vars(module)[name]
+    if not callable(found):
+        raise UserError(field, f"'{spec}' is of type {type(found).__name__}, not a function.", "Name a function.")
+    return found
 
 
 def _run_file(path: Path) -> ModuleType:

@@ -13,10 +13,9 @@ from pellucid.config.schema.rollout import RolloutConfig, ValSamplingConfig
 from pellucid.errors import UserError
 from pellucid.failures import GenerateCall
 from pellucid.rollout.requests import SamplingParams
-from pellucid.run import RlRun
+from pellucid.run import Run
 from pellucid.run_state import progress_kept
 from pellucid.stages import Stage
-from pellucid.step_metrics import spread
 from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score
 
 Scored = tuple[Rollout, Score]
@@ -38,7 +37,7 @@ def sampling_params(config: RolloutConfig, chosen: RolloutConfig | ValSamplingCo
     )
 
 
-def produce(run: RlRun, step: int) -> tuple[Samples, dict[str, float]]:
+def produce(run: Run, step: int) -> tuple[Samples, dict[str, float]]:
     """Sample and score `rollout.n` responses to each of `train_batch_size` prompts; return them with the stages'
     metrics.
 
@@ -59,7 +58,7 @@ def produce(run: RlRun, step: int) -> tuple[Samples, dict[str, float]]:
     return samples, metrics | sample_metrics(samples)
 
 
-def _collect(run: RlRun, step: int) -> tuple[list[Scored], dict[str, float]]:
+def _collect(run: Run, step: int) -> tuple[list[Scored], dict[str, float]]:
     """Return the scored rollouts, group by group, and the metrics of sampling and reward.
 
     With `algorithm.filter_groups`, groups without spread in its metric are dropped and further prompts are drawn (DAPO,
@@ -123,7 +122,7 @@ def sample_metrics(samples: Samples) -> dict[str, float]:
 
 
 def _generate(
-    run: RlRun,
+    run: Run,
     prompts: list[Prompt],
     chosen: RolloutConfig | ValSamplingConfig,
     stream: tuple[str | int, ...],
@@ -154,7 +153,7 @@ def _filter_value(score: Score, metric: str) -> float | None:
 
 
 def _greedy_scores(
-    run: RlRun, rollouts: list[Rollout], scores: list[Score], step: int
+    run: Run, rollouts: list[Rollout], scores: list[Score], step: int
 ) -> tuple[torch.Tensor, list[Score]]:
     """Answer each prompt greedily; return the answer's reward for each sample of the prompt, [B], and the samples'
     scores.
@@ -178,7 +177,7 @@ def _without_baseline(score: Score, failure: RewardFailure) -> Score:
     return Score(None, score.parts, RewardFailure(failure.kind, message))
 
 
-def component_weights(run: RlRun, samples: Samples) -> torch.Tensor | None:
+def component_weights(run: Run, samples: Samples) -> torch.Tensor | None:
     """Return the [K] weights of `algorithm.gdpo_reward_weights`, each 1 unless set; None without reward components."""
     weights, components = run.config.algorithm.gdpo_reward_weights, samples.reward_components
     if components is None:
@@ -186,7 +185,7 @@ def component_weights(run: RlRun, samples: Samples) -> torch.Tensor | None:
     return torch.tensor(list(weights.values())) if weights else components.new_ones(components.shape[1])
 
 
-def _components(run: RlRun, scores: list[Score]) -> torch.Tensor:
+def _components(run: Run, scores: list[Score]) -> torch.Tensor:
     """Return the [B, K] reward components, those named in the config or else all that every reward has.
 
     `rule` is the sum of the components that the reward function returned, and counts only where it returned none.
@@ -205,3 +204,10 @@ def _components(run: RlRun, scores: list[Score]) -> torch.Tensor:
             "Return a dict with `score` and one number a component from the reward function.",
         )
     return torch.tensor([[score.parts.get(name, 0.0) for name in names] for score in scores])
+
+
+def spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Return mean, max and min of the values under `name`, nothing when there are none."""
+    if not values.numel():
+        return {}
+    return {f"{name}/{part}": float(getattr(values, part)()) for part in ("mean", "max", "min")}

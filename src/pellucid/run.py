@@ -5,10 +5,10 @@ Data and reward are checked before the plan is printed, the plan before the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Literal
 
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -17,35 +17,24 @@ from pellucid import devices
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.kl import KLControl
 from pellucid.algo.policy_loss import PolicyLoss
-from pellucid.build import (
-    RoleName,
-    check_roles,
-    choose_estimator,
-    choose_policy_loss,
-    needed_roles,
-    run_tokenizer,
-)
+from pellucid.build import Roles, check_roles, choose_estimator, choose_policy_loss, needed_roles, run_tokenizer
 from pellucid.config import RunConfig, build_plan, read_model_facts
 from pellucid.config.plan import plan_rows
 from pellucid.console import console, notice
 from pellucid.data import PromptLoader, build_prompts
-from pellucid.failures import Given
+from pellucid.failures import Given, failure_kept
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
 from pellucid.metrics.display import StepDisplay
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.captures import RunProfiler, controller_request
 from pellucid.observe.process import ProcessProfiler
-from pellucid.observe.request import ProcessRequest
 from pellucid.observe.spans import SpanRecorder
 from pellucid.observe.watchdog import Watchdog
 from pellucid.ranks import Placement, place_roles
-from pellucid.replay import failure_kept
 from pellucid.reward import Scorer, make_scorer
 from pellucid.reward.rewards import Rewards
 from pellucid.roles.actor import Actor
-from pellucid.roles.critic import Critic
-from pellucid.roles.reference import Reference
 from pellucid.rollout.requests import RolloutEngine
 from pellucid.stages import Stage
 from pellucid.training.common.models import TokenPieces, model_folder
@@ -55,17 +44,9 @@ WRITE_LIMIT_S = 3600.0
 """How long writing captures may take without a sign of life before that is a stall."""
 
 
-class Stateful(Protocol):
-    """What goes on after a resume where it was; its state is plain JSON values."""
-
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
-
-
 @dataclass
 class Run:
-    """What every run consists of; the loop, checkpoints and supervised fine-tuning need no more."""
+    """What a run consists of."""
 
     config: RunConfig
     run_dir: RunDir
@@ -77,12 +58,17 @@ class Run:
     """What token ids look like, for the rollout dump."""
     loader: PromptLoader
     val_prompts: list[Prompt]
+    rewards: Rewards
+    estimator: Estimator
+    kl_control: KLControl
     profiler: RunProfiler
     display: StepDisplay
     trackers: Trackers
     total_steps: int
     first_step: int = 1
     """The next step to run; later than 1 after a resume."""
+    warned: set[str] = field(default_factory=set)
+    """Metrics of which it was said that they left their healthy range."""
 
     @property
     def spans(self) -> SpanRecorder:
@@ -106,25 +92,25 @@ class Run:
             yield advance
 
     @property
+    def roles(self) -> Roles:
+        """The roles, or their proxies."""
+        return self.placement.roles
+
+    @property
     def actor(self) -> Actor:
         """The policy being trained."""
-        assert self.placement.roles.actor is not None
-        return self.placement.roles.actor
+        assert self.roles.actor is not None
+        return self.roles.actor
 
     @property
-    def reference(self) -> Reference | None:
-        """The frozen reference, where a KL term needs one."""
-        return self.placement.roles.reference
+    def rollout_engine(self) -> RolloutEngine:
+        """Samples what is trained on; under `rollout.simulate_mismatch` not quite from the trained policy."""
+        return self.roles.engine_of(Stage.ROLLOUT_GENERATE)
 
     @property
-    def critic(self) -> Critic | None:
-        """The critic, where the estimator has one."""
-        return self.placement.roles.critic
-
-    @property
-    def stateful(self) -> dict[str, Stateful]:
+    def stateful(self) -> dict[str, PromptLoader | KLControl]:
         """What a resumed run goes on from beside weights and optimizer, by its name in a checkpoint."""
-        return {"loader": self.loader}
+        return {"loader": self.loader, "kl_control": self.kl_control}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Hand a finished step's metrics to the trackers and the console."""
@@ -139,30 +125,6 @@ class Run:
             parts.callback(self.profiler.process.flush)
 
 
-@dataclass(kw_only=True)
-class RlRun(Run):
-    """A run of reinforcement learning."""
-
-    rollout_engine: RolloutEngine
-    """Samples what is trained on; under `rollout.simulate_mismatch` not quite from the trained policy."""
-    rewards: Rewards
-    estimator: Estimator
-    kl_control: KLControl
-    warned: set[str] = field(default_factory=set)
-    """Metrics of which it was said that they left their healthy range."""
-
-    @property
-    def validation_engine(self) -> RolloutEngine:
-        """Samples from the trained policy itself."""
-        assert self.placement.roles.rollout is not None
-        return self.placement.roles.rollout
-
-    @property
-    def stateful(self) -> dict[str, Stateful]:
-        """What a resumed run goes on from beside weights and optimizer, by its name in a checkpoint."""
-        return super().stateful | {"kl_control": self.kl_control}
-
-
 @dataclass
 class Inputs:
     """What a run reads, checked before any model is touched."""
@@ -170,19 +132,25 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
-    policy_loss: PolicyLoss
-
-
-@dataclass(kw_only=True)
-class RlInputs(Inputs):
-    """What a run of reinforcement learning reads."""
-
     scorer: Scorer
+    policy_loss: PolicyLoss
     estimator: Estimator
 
 
-def load_inputs(config: RunConfig) -> RlInputs:
-    """Load tokenizer, prompts, reward function and plug-ins, and say what was read.
+ReadPrompts = Callable[[RunConfig, PreTrainedTokenizerBase, Literal["train", "val"]], list[Prompt]]
+
+
+def read_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"]
+) -> list[Prompt]:
+    """Return the prompts of a split, and print what was read."""
+    read = build_prompts(config.data, tokenizer, split)
+    console.print(f"{'train' if split == 'train' else 'validation'} data: {read.describe()}", markup=False)
+    return read.prompts
+
+
+def load_inputs(config: RunConfig, read: ReadPrompts = read_prompts) -> Inputs:
+    """Load tokenizer, prompts, reward function and plug-ins.
 
     Raises:
         UserError: a file, column, model folder or function is missing or wrong.
@@ -192,14 +160,9 @@ def load_inputs(config: RunConfig) -> RlInputs:
     reward, function = config.reward_model, config.reward_model.custom_reward_function
     scorer = make_scorer(function.path, function.name, reward.reward_num_workers, reward.reward_timeout_s)
     estimator, policy_loss = choose_estimator(config), choose_policy_loss(config)
-    train = build_prompts(config.data, tokenizer, "train")
-    console.print(f"train data: {train.describe()}", markup=False)
-    val_prompts: list[Prompt] = []
-    if config.data.val_files:
-        val = build_prompts(config.data, tokenizer, "val")
-        console.print(f"validation data: {val.describe()}", markup=False)
-        val_prompts = val.prompts
-    return RlInputs(tokenizer, train.prompts, val_prompts, policy_loss, scorer=scorer, estimator=estimator)
+    train = read(config, tokenizer, "train")
+    val = read(config, tokenizer, "val") if config.data.val_files else []
+    return Inputs(tokenizer, train, val, scorer, policy_loss, estimator)
 
 
 def print_plan(config: RunConfig, num_train_prompts: int) -> None:
@@ -217,30 +180,32 @@ def print_plan(config: RunConfig, num_train_prompts: int) -> None:
 
 
 def build_run(
-    config: RunConfig,
-    run_dir: RunDir,
-    inputs: Inputs,
-    roles: Sequence[RoleName],
-    trackers: Trackers,
-    first_step: int,
-    watchdog: Watchdog,
+    config: RunConfig, run_dir: RunDir, inputs: Inputs, trackers: Trackers, first_step: int, watchdog: Watchdog
 ) -> Run:
-    """Place `roles` and assemble the run; its state is that of a fresh start until `restore` is called."""
-    loader = PromptLoader(
-        inputs.train_prompts,
-        config.data.train_batch_size,
-        config.data.shuffle,
-        config.trainer.seed if config.data.seed is None else config.data.seed,
-    )
+    """Place the roles that the algorithm needs and assemble the run, whose state is that of a fresh start until
+    `restore` is called.
+    """
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    loader = PromptLoader(inputs.train_prompts, config.data.train_batch_size, config.data.shuffle, seed)
     total_steps = num_steps(config, loader.steps_per_epoch)
+    roles, is_local = needed_roles(config), config.trainer.placement == "local"
+    device = devices.choose_device(config.trainer.device if is_local else "cpu").type
     profiler = ProcessProfiler(
         SpanRecorder(run_dir.timeline / "controller.json"),
-        _own_request(config, run_dir),
+        controller_request(config, run_dir.path, roles if is_local else (), device),
         lambda line: notice(line, style="red"),
         on_write=lambda: watchdog.put_off(WRITE_LIMIT_S),
     )
     placement = place_roles(
         config, run_dir, roles, inputs.tokenizer, inputs.policy_loss, total_steps, watchdog.renew, profiler
+    )
+    model, control = placement.roles.reward_model, config.algorithm.kl_ctrl
+    rewards = Rewards(
+        config.reward_model,
+        inputs.scorer,
+        None if model is None else model.score,
+        config.actor_rollout_ref.rollout.response_length,
+        profiler.spans.record_call,
     )
     return Run(
         config=config,
@@ -251,40 +216,17 @@ def build_run(
         token_pieces=TokenPieces(inputs.tokenizer),
         loader=loader,
         val_prompts=inputs.val_prompts,
+        rewards=rewards,
+        estimator=inputs.estimator,
+        kl_control=KLControl(
+            control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
+        ),
         profiler=RunProfiler(config, run_dir.path, profiler, placement, first_step, total_steps),
         display=StepDisplay(total_steps, first_step - 1, watch=watchdog.stage),
         trackers=trackers,
         total_steps=total_steps,
         first_step=first_step,
     )
-
-
-def build_rl_run(
-    config: RunConfig, run_dir: RunDir, inputs: RlInputs, trackers: Trackers, first_step: int, watchdog: Watchdog
-) -> RlRun:
-    """Place the roles that the algorithm needs and assemble a run of reinforcement learning."""
-    run = build_run(config, run_dir, inputs, needed_roles(config), trackers, first_step, watchdog)
-    roles, control = run.placement.roles, config.algorithm.kl_ctrl
-    engine = roles.engine_of(Stage.ROLLOUT_GENERATE)
-    assert engine is not None
-    max_length = config.actor_rollout_ref.rollout.response_length
-    return RlRun(
-        **vars(run),
-        rollout_engine=engine,
-        rewards=Rewards(config.reward_model, inputs.scorer, roles.reward_model, max_length, run.spans.record_call),
-        estimator=inputs.estimator,
-        kl_control=KLControl(
-            control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
-        ),
-    )
-
-
-def _own_request(config: RunConfig, run_dir: RunDir) -> ProcessRequest | None:
-    """Return what is captured of the controller's process, in which all roles live unless there are ranks."""
-    if config.trainer.placement == "ray":
-        return controller_request(config, run_dir.path, (), "cpu")
-    device = devices.choose_device(config.trainer.device).type
-    return controller_request(config, run_dir.path, needed_roles(config), device)
 
 
 def num_steps(config: RunConfig, steps_per_epoch: int) -> int:

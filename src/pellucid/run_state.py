@@ -14,6 +14,7 @@ from pellucid.errors import UserError
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.rollout.requests import WeightUpdate, run_sync
 from pellucid.run import Run
+from pellucid.stages import Stage
 from pellucid.training.protocol import MODEL_FILE, OPTIMIZER_FILE, SHARDS
 
 STATE_FILE, HF_FOLDER, CRITIC_FOLDER = "trainer_state.json", "hf_model", "critic"
@@ -28,14 +29,14 @@ def save_checkpoint(run: Run, step: int) -> None:
     """
     section = run.config.actor_rollout_ref.actor.checkpoint
     contents = list(section.save_contents)
-    trained = {"": run.actor} if run.critic is None else {"": run.actor, CRITIC_FOLDER: run.critic}
+    trained = {"": run.actor} if run.roles.critic is None else {"": run.actor, CRITIC_FOLDER: run.roles.critic}
 
     def write(folder: Path) -> Callable[[], None] | None:
         """Write what is small, and write or start writing weights and optimizers."""
         if "extra" in contents:
             state = {name: part.state_dict() for name, part in run.stateful.items()}
             (folder / STATE_FILE).write_text(json.dumps({"step": step} | state))
-            if (mismatch := run.placement.roles.mismatch) is not None:
+            if (mismatch := run.roles.mismatch) is not None:
                 mismatch.policy.save(folder)
         if HF_FOLDER in contents:
             run.actor.save_hf(run.tokenizer, folder / HF_FOLDER)
@@ -54,15 +55,6 @@ def save_checkpoint(run: Run, step: int) -> None:
         return wait_for_all if waits else None
 
     run.store.save(step, write)
-
-
-@contextmanager
-def saves_finished(run: Run) -> Iterator[None]:
-    """Wait at the end of the block for the checkpoint that is written in the background, however the block ends."""
-    try:
-        yield
-    finally:
-        run.store.finish()
 
 
 @contextmanager
@@ -146,22 +138,20 @@ def restore(run: Run, checkpoint: Path) -> None:
     """
     contents = list(run.config.actor_rollout_ref.actor.checkpoint.load_contents)
     run.actor.load(checkpoint, contents)
-    if run.critic is not None:
+    if run.roles.critic is not None:
         if not (checkpoint / CRITIC_FOLDER).is_dir():
             raise UserError(
                 "algorithm.adv_estimator",
                 f"{run.config.algorithm.adv_estimator} has a critic, which '{checkpoint}' does not hold.",
                 "Resume with the estimator that the run began with, or start a new run.",
             )
-        run.critic.load(checkpoint / CRITIC_FOLDER, contents)
+        run.roles.critic.load(checkpoint / CRITIC_FOLDER, contents)
     state = json.loads((checkpoint / STATE_FILE).read_text())
     for name, part in run.stateful.items():
         part.load_state_dict(state[name])
-    roles = run.placement.roles
-    if roles.rollout is not None:
-        run_sync(roles.rollout.load_weights(WeightUpdate(run.actor.version)))
-    if roles.mismatch is not None:
-        roles.mismatch.policy.load(checkpoint)
+    run_sync(run.roles.engine_of(Stage.VALIDATE).load_weights(WeightUpdate(run.actor.version)))
+    if run.roles.mismatch is not None:
+        run.roles.mismatch.policy.load(checkpoint)
 
 
 def is_due(step: int, frequency: int) -> bool:

@@ -9,10 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from pellucid import devices
-from pellucid.build import choose_policy_loss
 from pellucid.config import RunConfig, SftConfig
 from pellucid.config.schema.actor import ActorConfig, CheckpointConfig, PolicyLossConfig
 from pellucid.config.schema.data import DataConfig, SourceConfig
@@ -25,9 +24,9 @@ from pellucid.errors import UserError, did_you_mean
 from pellucid.files.rundir import RunDir
 from pellucid.loop import Job
 from pellucid.produce import num_tokens
-from pellucid.run import Inputs, Run
+from pellucid.run import Inputs, Run, load_inputs
 from pellucid.stages import Stage
-from pellucid.training.common.models import init_model, load_tokenizer, save_hf_model
+from pellucid.training.common.models import init_model, save_hf_model
 from pellucid.types import Prompt, Rollout, Samples, Score, TrainBatch
 
 
@@ -73,16 +72,13 @@ def load_sft_inputs(config: SftConfig, run: RunConfig) -> Inputs:
     Raises:
         UserError: a file, column or model folder is missing or wrong.
     """
-    model = config.model
-    tokenizer_path = model.tokenizer_path or run.actor_rollout_ref.model.path
-    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=model.trust_remote_code)
-    train = load_examples(run, tokenizer, "train")
-    val = load_examples(run, tokenizer, "val") if config.data.val_files else []
+    inputs, model = load_inputs(run, load_examples), config.model
     if model.path is None and model.init_config is not None:  # made anew at each start: the config may be another
-        fresh = init_model(model.init_config, seed=config.trainer.seed, device=devices.choose_device("cpu"))
+        tokenizer, seed = inputs.tokenizer, config.trainer.seed
+        fresh = init_model(model.init_config, seed=seed, device=torch.device("cpu"))
         fresh.generation_config.eos_token_id = tokenizer.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
         save_hf_model(fresh, tokenizer, Path(run.actor_rollout_ref.model.path))
-    return Inputs(tokenizer, train, val, choose_policy_loss(run))
+    return inputs
 
 
 def load_examples(run: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"]) -> list[Prompt]:

@@ -111,6 +111,10 @@ class Rollout:
         sampled = memoryview(b"\x01" * len(token_ids)).cast("?")  # a byte a token, where a list would take eight
         return cls(prompt, sample, token_ids, sampled, logprobs, versions, turns, finish_reason, text)
 
+    def sequences(self) -> dict[str, Sequence[Any]]:
+        """Return the [L] sequences, by field name."""
+        return {name: getattr(self, name) for name in ("token_ids", "sampled", "logprobs", "versions")}
+
     @property
     def name(self) -> str:
         """What people call the sample."""

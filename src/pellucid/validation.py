@@ -11,7 +11,7 @@ from pellucid.console import notice
 from pellucid.failures import GenerateCall
 from pellucid.produce import sampling_params
 from pellucid.rollout.requests import RolloutEngine, SamplingParams
-from pellucid.run import RlRun
+from pellucid.run import Run
 from pellucid.stages import Stage
 from pellucid.types import Prompt, Rollout, Score
 
@@ -19,14 +19,14 @@ STREAM = ("validate",)
 """The same random stream at every validation: two validations differ by the weights alone."""
 
 
-def validate(run: RlRun, step: int) -> dict[str, float]:
+def validate(run: Run, step: int) -> dict[str, float]:
     """Answer and score the run's validation prompts; return the metrics."""
     config = run.config.actor_rollout_ref.rollout
     params = sampling_params(config, config.val_kwargs)
     call = GenerateCall(run.val_prompts, params, STREAM)
     with run.stage(Stage.VALIDATE, step, len(run.val_prompts) * config.val_kwargs.n, call) as advance:
         rollouts, scores = answer(
-            run.validation_engine,
+            run.roles.engine_of(Stage.VALIDATE),
             # Answers are what is counted; their scores only say that validation goes on.
             lambda rollouts: run.rewards.score_validation(rollouts, lambda _: advance(0)),
             run.val_prompts,

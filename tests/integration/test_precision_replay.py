@@ -8,10 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from conftest import Workspace
-from pellucid.files.rollout_dump import read_rollouts
+from pellucid.failures import read_failure
 
 ACTOR = "actor_rollout_ref.actor"
 ON = (
@@ -79,9 +78,9 @@ def test_a_nan_in_an_update_is_named_saved_and_found_again(work: Workspace) -> N
     assert folder.name == "step_000001"
     assert (finding["place"], finding["stage"], finding["step"], finding["reproduced"]) == ("model.embed_tokens", "actor_update", 1, True)
     [sample] = finding["samples"]
-    batch, rows = load_file(folder / "batch.safetensors"), read_rollouts(folder / "rollouts.jsonl.zst")
-    assert len(rows) == len(batch["mask"]) == 16
-    assert sample in {f"{row['uid']} (prompt)" for row in rows} and f"sample '{sample}'" in done.text
+    batch = read_failure(folder).given
+    assert len(batch.rollouts) == len(batch.mask) == 16
+    assert sample in {f"{rollout.prompt.uid} (prompt)" for rollout in batch.rollouts} and f"sample '{sample}'" in done.text
     assert {path.name for path in (folder / "weights").iterdir()} == {"model.safetensors"}
 
     (folder / "replay").write_text("in the way of the capture")
@@ -162,5 +161,5 @@ def test_a_full_disk_does_not_hide_the_failure(work: Workspace, size: str) -> No
 
 def test_what_a_replay_cannot_read_is_said(work: Workspace) -> None:
     assert "holds no failure" in work.run("precision", "replay", ".", status=2).text
-    work.write("failure.json", "{}")
+    work.write("failure.pt", "{}")
     assert "cannot be read" in work.run("precision", "replay", ".", status=2).text

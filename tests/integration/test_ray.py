@@ -138,7 +138,7 @@ def test_nan_on_the_ranks_saves_the_batch_and_stops(work: Workspace, ranks: tupl
     work.write("nan.py", "def loss(inputs):\n    return -inputs.logp * inputs.advantages * float('nan'), {}\n")
     done = work.train(*ranks, *QUIET, "actor_rollout_ref.actor.policy_loss.loss_mode=nan.py:loss", status=1)
     assert "actor/loss is nan at samples" in done.output and "Traceback" not in done.output
-    assert (work.run_dir / "failures" / "step_000001" / "batch.safetensors").is_file()
+    assert (work.run_dir / "failures" / "step_000001" / "failure.pt").is_file()
     logs = [(work.run_dir / "logs" / f"policy_rank_{rank}.log").read_text() for rank in (0, 1)]
     assert all(log.rstrip().endswith("done") for log in logs), "a rank was killed instead of leaving"
 
@@ -250,14 +250,14 @@ from pellucid.files.rundir import RunDir
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.watchdog import Watchdog
 from pellucid.produce import produce, sampling_params
-from pellucid.run import build_rl_run, load_inputs
+from pellucid.run import build_run, load_inputs
 from pellucid.stages import Stage
 
 config = load_config(Path("recipe.yaml"), sys.argv[1:]).config
 run_dir = RunDir.create(config.trainer.default_local_dir)
 inputs = load_inputs(config)
 with run_dir.lock(), inputs.scorer:
-    run = build_rl_run(config, run_dir, inputs, Trackers({}), 1, Watchdog(None))
+    run = build_run(config, run_dir, inputs, Trackers({}), 1, Watchdog(None))
     samples, _ = produce(run, 1)
     rollout = config.actor_rollout_ref.rollout
     prompts, params = run.loader.next_batch() * 64, sampling_params(rollout, rollout)

@@ -11,6 +11,7 @@ from checks import assert_trained_alike
 from safetensors.torch import load_file
 
 from conftest import last_checkpoint, metrics, state
+from pellucid.failures import read_failure
 from pellucid.files.rollout_dump import read_rollouts
 
 ACTOR = "actor_rollout_ref.actor"
@@ -148,9 +149,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_batch(finished, w
     assert "Traceback" not in done.output
     assert "actor/loss is" in done.text and "failures" in done.text and "the last one is step 4" in done.text
     folder = work.run_dir / "failures" / "step_000005"
-    batch = load_file(folder / "batch.safetensors")
-    assert len(read_rollouts(folder / "rollouts.jsonl.zst")) == len(batch["mask"]) == 16
-    assert not torch.isfinite(batch["advantages"]).all()
+    batch = read_failure(folder).given
+    assert len(batch.rollouts) == len(batch.mask) == 16 and not torch.isfinite(batch.advantages).all()
     assert state(work.run_dir) == before and last_checkpoint(work.run_dir).name == "global_step_4"
     reason = json.loads((work.run_dir / "run.json").read_text())["starts"][-1]["exit_reason"]
     assert "actor/loss" in reason
@@ -162,7 +162,7 @@ def test_weights_that_are_not_finite_stop_the_run_before_they_are_saved(work):
     done = work.train(*TWO_STEPS, f"{ACTOR}.optim.lr=1e38", status=1)
     assert "Traceback" not in done.output
     assert "weights" in done.text and "Lower the learning rate" in done.text
-    assert (work.run_dir / "failures" / "step_000001" / "batch.safetensors").exists()
+    assert (work.run_dir / "failures" / "step_000001" / "failure.pt").exists()
     assert not (work.run_dir / "checkpoints").exists()
 
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def open_run(path: Path, names: list[str] | None = None, resume_step: int | None = None) -> trackers.Trackers:
-    return open_trackers(names or ["console"], path, "project", "experiment", {"a": {"b": 1}}, resume_step)
+    context = trackers.TrackerContext(path, "project", "experiment", {"a": {"b": 1}}, resume_step)
+    return open_trackers(names or ["console"], context)
 
 
 def steps_of(path: Path) -> list[int]:
@@ -137,7 +138,7 @@ def test_a_failing_service_is_told_once_and_stops_nothing(tmp_path, capsys, json
     run = trackers.Trackers({"flaky": flaky(ConnectionError("gone")), "jsonl": jsonl[0]})
     for step in (1, 2):
         run.log(step, {"actor/lr": 1.0})
-    assert capsys.readouterr().out.replace("\n", " ").count("flaky failed at step 1 (ConnectionError: gone)") == 1
+    assert capsys.readouterr().out.replace("\n", " ").count("flaky failed (ConnectionError: gone)") == 1
     run.close()
     assert jsonl[1]
     assert steps_of(tmp_path) == [1, 2]
@@ -168,10 +169,9 @@ STEP = {"critic/score/mean": 0.5, "val/arithmetic/accuracy": 0.8125, "actor/pg_l
 def test_step_line():
     assert display.step_line(7, 120, STEP, 93.0) == (
         "step   7/120  val arithmetic 81.2%  reward 0.500  loss -0.0123  entropy 0.400  gap 3.0e-06  len 5.2"
-        "  tok/s 1830  s/step 2.10  left 1:33")
+        "  tok/s 1830  s/step 2.10  left 0:01:33")
     assert display.step_line(0, 9, {"val/a/accuracy": 0.5, "val/a/reward": 0.6, "val/b/reward": -0.2929}) == (
         "step 0/9  val a 50.0%  val reward b -0.293")
-    assert display.format_duration(3 * 3600 + 61.6) == "3:01:02"
 
 
 def show(monkeypatch, *, terminal: bool) -> str:
@@ -191,7 +191,7 @@ def show(monkeypatch, *, terminal: bool) -> str:
 def test_without_a_terminal_one_plain_line_a_step(monkeypatch):
     lines = show(monkeypatch, terminal=False).splitlines()
     assert [line[:8] for line in lines] == ["step 2/3", "step 3/3"]
-    assert "left 0:00" in lines[0]
+    assert "left 0:00:00" in lines[0]
     assert "left" not in lines[1]
 
 

@@ -1,5 +1,6 @@
 """Rollouts, scores and what they are padded into, with trajectories that hold tokens which tools or users gave."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.failures import Failure, read_failure, save_failure
+from pellucid.learn import staleness_metrics
 from pellucid.produce import num_tokens, sample_metrics
 from pellucid.stages import Stage
-from pellucid.step_metrics import staleness_metrics
 from pellucid.types import Experience, MiniBatch, Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch, Turn
 
 ONE, TWO = (
@@ -94,7 +95,7 @@ def test_a_failure_is_read_as_it_was_saved(tmp_path, given):
 
     role = SimpleNamespace(save=save, version=3)
     run = SimpleNamespace(
-        run_dir=SimpleNamespace(path=tmp_path, config_yaml=tmp_path / "none"), token_pieces=None,
+        run_dir=SimpleNamespace(path=tmp_path, config_yaml=tmp_path / "none"),
         placement=SimpleNamespace(roles=SimpleNamespace(named=lambda name: role, mismatch=None)),
     )  # fmt: skip
     folder = save_failure(run, Failure(Stage.ACTOR_UPDATE, 4, "actor/loss", MiniBatch([0, 1], 0), given))
@@ -115,6 +116,7 @@ def test_a_failure_is_read_as_it_was_saved(tmp_path, given):
 
 
 def _plain(rollout: Rollout) -> tuple:
-    """What a rollout holds, sequences as lists."""
-    lists = [list(values) for values in (rollout.token_ids, rollout.sampled, rollout.logprobs, rollout.versions)]
-    return rollout.prompt, rollout.sample, lists, rollout.turns, rollout.finish_reason, rollout.text
+    """What models read of a rollout, sequences as lists."""
+    lists = [list(values) for values in rollout.sequences().values()]
+    prompt = dataclasses.replace(rollout.prompt, answer=None)
+    return prompt, rollout.sample, lists, rollout.turns, rollout.finish_reason, rollout.text

@@ -87,8 +87,8 @@ def test_rewards_land_on_their_rollouts(scorer):
     assert scores == [Score(float(i % 7)) for i in range(60)]
     assert len(done) == 60
     assert sorted(id(call[0]) for call in calls) == sorted(map(id, rollouts)) and all(call[-1] for call in calls)
-    assert (stats.num_failures, stats.num_timeouts) == (0, 0)
-    assert stats.time_s > 0
+    assert (stats["reward/num_failures"], stats["reward/num_timeouts"]) == (0, 0)
+    assert stats["reward/time_s"] > 0
 
 
 @pytest.mark.processes
@@ -120,7 +120,7 @@ def test_a_failing_call_is_repeated_once_then_typed_and_its_neighbours_score(sco
     assert message in bad.failure.message
     assert bad.reward is None
     assert (good.reward, good.failure) == (3.0, None)
-    assert (stats.num_failures, stats.num_timeouts) == (1, 0)
+    assert (stats["reward/num_failures"], stats["reward/num_timeouts"]) == (1, 0)
 
 
 def test_a_failing_call_names_the_place_in_the_users_file(scorer, reward_file):
@@ -135,7 +135,7 @@ def test_a_hung_call_is_killed_twice_and_the_pool_lives_on(scorer, tmp_path):
     (bad, good), stats = scorer.score([make_rollout("hang", pids=str(pids)), make_rollout("abc")])  # it sleeps 600 s
     assert bad.failure == RewardFailure("timeout", "the call took longer than 1 s and was killed.")
     assert good.reward == 3.0
-    assert (stats.num_failures, stats.num_timeouts) == (1, 2)
+    assert (stats["reward/num_failures"], stats["reward/num_timeouts"]) == (1, 2)
     first, second = pids.read_text().split()
     assert first != second
     assert not psutil.pid_exists(int(first))
@@ -147,7 +147,7 @@ def test_a_hung_call_is_killed_twice_and_the_pool_lives_on(scorer, tmp_path):
 def test_a_call_that_works_the_second_time_scores(scorer, tmp_path):
     scores, stats = scorer.score([make_rollout("flaky", marker=str(tmp_path / "marker"))])
     assert scores == [Score(0.25)]
-    assert stats.num_failures == 0
+    assert stats["reward/num_failures"] == 0
 
 
 @pytest.mark.processes
@@ -161,7 +161,7 @@ def test_a_batch_in_which_everything_fails_is_a_broken_function(scorer, reward_f
         pytest.raises(UserError, match="raised KeyError: 'nothing works'"),
     ):
         broken.score([make_rollout("a")])
-    assert scorer.score([])[1].num_failures == 0
+    assert scorer.score([])[1]["reward/num_failures"] == 0
 
 
 @pytest.mark.processes

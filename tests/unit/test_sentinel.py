@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import NonFiniteError
-from pellucid.failures import Failure
+from pellucid.failures import Failure, _locate, _told
 from pellucid.precision.sentinel import HEAD as HEAD_PLACE
 from pellucid.precision.sentinel import LOSS, Finding, Flags, Sentinel
-from pellucid.replay import _locate, _told
 from pellucid.roles.mini_batches import update_each
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.requests import SamplingParams
@@ -286,10 +285,10 @@ def test_a_capture_that_fails_is_said_to_have_failed(monkeypatch, step):
 
 
 def test_a_repetition_that_fails_leaves_the_failure_as_it_is(monkeypatch):
-    def full(on_done):
+    def full(*args):
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr("pellucid.replay.stage_call", lambda *args: full)
+    monkeypatch.setattr("pellucid.failures.run_again", full)
     run = SimpleNamespace(config=None, placement=SimpleNamespace(sentinel=Sentinel(), roles=None))
     assert _locate(run, Failure(Stage.ACTOR_UPDATE, 1, "loss", None, []), lambda _: None) is None
 

@@ -155,11 +155,11 @@ def replay(
 
     [bold]pellucid precision replay outputs/pellucid/demo/failures/step_000007[/bold]
     """
-    from pellucid.failures import is_repeatable, read_failure
-    from pellucid.replay import replay as run_again
+    from pellucid.failures import read_failure
+    from pellucid.failures import replay as run_again
 
     failure = read_failure(folder)
-    if not is_repeatable(failure.quantity):
+    if not failure.is_repeatable:
         found = failure.finding or f"{failure.quantity} is not finite."
         why = "neither the weights before it nor the optimizer's state were saved"
         _say(f"{failure}: {found}\nthe optimizer step that made it cannot be repeated: {why}", "red")

@@ -12,23 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pellucid.config import RunConfig, SftConfig, load_config
 from pellucid.console import console, error_console, log_to, notice
-from pellucid.errors import NonFiniteError
+from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.observe.recording import run_recorded, say_if_recorded
 
 if TYPE_CHECKING:
     from pellucid.files.rundir import RunDir
     from pellucid.loop import Job
     from pellucid.metrics.trackers import Trackers
-    from pellucid.observe.watchdog import Watchdog
-    from pellucid.run import RlRun, Run
-
-    AnyRun = TypeVar("AnyRun", bound=Run)
-    Build = Callable[[Trackers, int, Watchdog], AnyRun]
-    """From trackers, the first step and the watchdog to the run."""
+    from pellucid.run import Inputs, Run
 
 
 def run_training(recipe: Path, overrides: list[str]) -> None:
@@ -55,7 +50,7 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     from pellucid.loop import Job
     from pellucid.observe.captures import check_tools, finish
     from pellucid.produce import produce
-    from pellucid.run import build_rl_run, load_inputs, print_plan
+    from pellucid.run import load_inputs, print_plan
     from pellucid.validation import validate
 
     if config.trainer.ray_address is None:  # a cluster's devices are on other machines
@@ -65,16 +60,12 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
     if not config.trainer.val_only:
         print_plan(config, len(inputs.train_prompts))
     run_dir = RunDir.create(config.trainer.default_local_dir)
-
-    def build(trackers: Trackers, first_step: int, watchdog: Watchdog) -> RlRun:
-        return build_rl_run(config, run_dir, inputs, trackers, first_step, watchdog)
-
     with run_dir.lock(), log_to(run_dir.log), inputs.scorer:
         if config.trainer.val_only:
-            return _validate_only(config, run_dir, build)
+            return _validate_only(config, run_dir, inputs)
         began = time.time()
         try:
-            if _train(config, loaded.yaml, run_dir, len(inputs.train_prompts), build, Job(produce, learn, validate)):
+            if _train(config, loaded.yaml, run_dir, inputs, Job(produce, learn, validate)):
                 _summary(run_dir)
         finally:
             if not recorded:
@@ -93,18 +84,13 @@ def run_sft(recipe: Path, overrides: list[str]) -> None:
         notice(line)
 
     from pellucid.files.rundir import RunDir
-    from pellucid.run import build_run
     from pellucid.sft import SUPERVISED, load_sft_inputs, run_config, save_model
 
     run_dir = RunDir.create(loaded.config.trainer.default_local_dir)
     config = run_config(loaded.config, run_dir)
     with run_dir.lock(), log_to(run_dir.log):
         inputs = load_sft_inputs(loaded.config, config)
-
-        def build(trackers: Trackers, first_step: int, watchdog: Watchdog) -> Run:
-            return build_run(config, run_dir, inputs, ["actor"], trackers, first_step, watchdog)
-
-        if _train(config, loaded.yaml, run_dir, len(inputs.train_prompts), build, SUPERVISED, at_end=save_model):
+        if _train(config, loaded.yaml, run_dir, inputs, SUPERVISED, at_end=save_model):
             console.print(f"model: {run_dir.path / 'model'}", markup=False)
 
 
@@ -112,8 +98,7 @@ def _train(
     config: RunConfig,
     resolved_yaml: str,
     run_dir: RunDir,
-    num_prompts: int,
-    build: Build[Run],
+    inputs: Inputs,
     job: Job,
     at_end: Callable[[Run], None] = lambda run: None,
 ) -> bool:
@@ -125,12 +110,12 @@ def _train(
     from pellucid.files.checkpoint_store import CheckpointStore
     from pellucid.files.rundir import atomic_write
     from pellucid.loop import train
-    from pellucid.metrics.trackers import open_trackers
+    from pellucid.metrics.trackers import TrackerContext, open_trackers
     from pellucid.ranks.rank_failures import RankFailedError
     from pellucid.run import num_steps
     from pellucid.run_state import checkpoint_step, find_checkpoint
 
-    trainer, total_steps = config.trainer, num_steps(config, num_prompts // config.data.train_batch_size)
+    trainer, total_steps = config.trainer, num_steps(config, len(inputs.train_prompts) // config.data.train_batch_size)
     checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
     done = 0 if checkpoint is None else checkpoint_step(checkpoint)
     if done >= total_steps:
@@ -148,9 +133,10 @@ def _train(
     started_ns, names = time.time_ns(), (trainer.project_name, trainer.experiment_name)
     for restarts_left in reversed(range(trainer.max_restarts + 1)):
         # Before the model: a tracker whose package is missing should cost no time.
-        trackers = open_trackers(trainer.logger, run_dir.path, *names, dataclasses.asdict(config), done or None)
+        context = TrackerContext(run_dir.path, *names, dataclasses.asdict(config), done or None)
+        trackers = open_trackers(trainer.logger, context)
         try:
-            with _opened(config, run_dir, build, trackers, checkpoint, done + 1) as run:
+            with _opened(config, run_dir, inputs, trackers, checkpoint, done + 1) as run:
                 atomic_write(run_dir.config_yaml, resolved_yaml)
                 run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
                 with _recorded_exit(run):
@@ -176,17 +162,21 @@ def _train(
 def _opened(
     config: RunConfig,
     run_dir: RunDir,
-    build: Build[AnyRun],
+    inputs: Inputs,
     trackers: Trackers,
     checkpoint: Path | None,
     first_step: int,
-) -> Iterator[AnyRun]:
+) -> Iterator[Run]:
     """Build the run, restore its checkpoint and give it, watched for a stall, which ends the process with status 1."""
     from pellucid.observe.stall import StallEnding, StallError
+    from pellucid.run import build_run
     from pellucid.run_state import restore
 
     stall = StallEnding(run_dir, config.trainer.stall_timeout_s)
-    with contextlib.closing(trackers), contextlib.closing(build(trackers, first_step, stall.watchdog)) as run:
+    with (
+        contextlib.closing(trackers),
+        contextlib.closing(build_run(config, run_dir, inputs, trackers, first_step, stall.watchdog)) as run,
+    ):
         stall.in_hand = run.placement.in_hand
         if checkpoint is not None:
             restore(run, checkpoint)
@@ -201,7 +191,6 @@ def _opened(
 @contextlib.contextmanager
 def _recorded_exit(run: Run) -> Iterator[None]:
     """Write why the run ended into run.json, and turn a stop or NaN into an exit status with a message."""
-    from pellucid.failures import is_repeatable
     from pellucid.interrupt import StopRequested
     from pellucid.observe.stall import StallError
 
@@ -218,7 +207,7 @@ def _recorded_exit(run: Run) -> Iterator[None]:
         reason = str(error)
         latest, saved = run.store.latest(), error.folder
         there = "" if saved is None else f"The batch is in {saved}. "
-        if saved and is_repeatable(error.quantity):
+        if saved and not error.quantity.endswith(UPDATED_WEIGHTS):
             there += f"Repeat it alone: pellucid precision replay {saved}\n"
         error_console.print(
             f"{error}.\n{there}No checkpoint was written of it; the last one is "
@@ -251,14 +240,14 @@ def _summary(run_dir: RunDir) -> None:
     console.print(f"curve: {curve}\n{commands}", markup=False)
 
 
-def _validate_only(config: RunConfig, run_dir: RunDir, build: Build[RlRun]) -> None:
+def _validate_only(config: RunConfig, run_dir: RunDir, inputs: Inputs) -> None:
     from pellucid.files.checkpoint_store import CheckpointStore
     from pellucid.metrics.trackers import Trackers
     from pellucid.run_state import find_checkpoint
     from pellucid.validation import validate
 
     checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
-    with _opened(config, run_dir, build, Trackers({}), checkpoint, 1) as run, run.display:
+    with _opened(config, run_dir, inputs, Trackers({}), checkpoint, 1) as run, run.display:
         console.print(f"validating {checkpoint or 'the model as loaded'}", markup=False)
         metrics = validate(run, 0)
     for name, value in metrics.items():

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pellucid
 from pellucid.errors import UserError
@@ -31,12 +31,21 @@ _LEFTOVER_NAME = re.compile(r"(global_step_\d+)\.(tmp|trash|replaced)-\d+")
 
 
 class CheckpointStore:
-    """The checkpoints below `directory`, of which the `keep` last saved stay (None keeps all)."""
+    """The checkpoints below `directory`, of which the `keep` last saved stay (None keeps all).
+
+    As a context manager it waits at the end for the checkpoint that is written in the background.
+    """
 
     def __init__(self, directory: Path | str, keep: int | None = None) -> None:
         assert keep is None or keep >= 1, "a store that keeps no checkpoint cannot save one"
         self.directory, self.keep = Path(directory), keep
         self._saving: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
 
     def path(self, step: int) -> Path:
         """Return the folder of one step's checkpoint, there or not."""

@@ -23,10 +23,10 @@ from typing import IO, Any
 
 import psutil
 
+import pellucid
 from pellucid.console import notice
 from pellucid.errors import UserError
 
-_PACKAGES = ("pellucid", "torch", "transformers", "numpy")
 _REMEDY = "Give the folder of a run, e.g. outputs/<project>/<experiment>."
 
 
@@ -121,7 +121,8 @@ class RunDir:
         starts.append({
             "started_at": _now(), "ended_at": None, "exit_reason": None,
             "command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "platform": platform.platform(),
-            "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+            "versions": {"python": platform.python_version(), "pellucid": pellucid.__version__}
+            | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
             "git": git_state(Path.cwd()), "device": device, "seeds": seeds,
         })
         self._write_record(starts)
@@ -190,13 +191,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return {"root": git("rev-parse", "--show-toplevel"), "commit": git("rev-parse", "HEAD"),
                 "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
         return None
 
 

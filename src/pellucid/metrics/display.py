@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from rich.progress import Progress, TaskID
@@ -111,12 +112,5 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float], left_s: fl
             parts.append(f"val reward {name[4:].removesuffix('/reward')} {value:.3f}")
     parts += [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
     if left_s is not None and step < total_steps:
-        parts.append(f"left {format_duration(left_s)}")
+        parts.append(f"left {timedelta(seconds=round(left_s))}")
     return "  ".join(parts)
-
-
-def format_duration(seconds: float) -> str:
-    """Return h:mm:ss, or m:ss below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

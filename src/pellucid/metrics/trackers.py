@@ -31,10 +31,13 @@ class TrackerContext:
 
     run_dir: Path
     project: str
+    """Name of the group of runs."""
     experiment: str
+    """Name of the run."""
     config: dict[str, Any] = field(default_factory=dict)
+    """As resolved, in plain containers."""
     resume_step: int | None = None
-    """Last step already logged when a run resumes; None for a run that starts anew."""
+    """Last step that counts when a run resumes: later lines are dropped; None for a run that starts anew."""
 
     def run_id(self, tracker: str) -> str:
         """Return the id under which a hosted tracker knows this run: new at a fresh start, the same after a resume."""
@@ -174,44 +177,25 @@ class Trackers:
         """Hand one step to every tracker; a hosted tracker's failure is reported once and does not stop the others."""
         check_names(metrics)
         for name, tracker in self._trackers.items():
-            try:
-                tracker.log(step, metrics)
-            except tracker.failures as error:
-                if name not in self._failed:
-                    notice(f"{name} failed at step {step} ({type(error).__name__}: {error}); metrics.jsonl has it all.")
-                self._failed.add(name)
+            self._call(name, tracker, lambda tracker=tracker: tracker.log(step, metrics))
 
     def close(self) -> None:
         """Close every tracker, also when one of them fails."""
         with contextlib.ExitStack() as stack:
             for name, tracker in self._trackers.items():
-                stack.callback(self._close, name, tracker)
+                stack.callback(self._call, name, tracker, tracker.close)
 
-    @staticmethod
-    def _close(name: str, tracker: Tracker) -> None:
+    def _call(self, name: str, tracker: Tracker, method: Callable[[], object]) -> None:
         try:
-            tracker.close()
+            method()
         except tracker.failures as error:
-            notice(f"{name} did not close well ({type(error).__name__}: {error}).")
+            if name not in self._failed:
+                notice(f"{name} failed ({type(error).__name__}: {error}); metrics.jsonl has it all.")
+            self._failed.add(name)
 
 
-def open_trackers(
-    names: Iterable[str],
-    run_dir: Path,
-    project: str,
-    experiment: str,
-    config: dict[str, Any],
-    resume_step: int | None = None,
-) -> Trackers:
-    """Open `metrics.jsonl` and the named trackers.
-
-    Args:
-        names: `trainer.logger`; `console` is the step display's and opens nothing here, `jsonl` is always on.
-        run_dir: the run's folder.
-        project: name of the group of runs.
-        experiment: name of the run.
-        config: the resolved config, as plain containers.
-        resume_step: last step that counts when a run resumes; later lines are dropped. None starts anew.
+def open_trackers(names: Iterable[str], context: TrackerContext) -> Trackers:
+    """Open `metrics.jsonl` and the trackers that `trainer.logger` names; `console` is the step display's.
 
     Raises:
         UserError: an unknown name, or (`MissingExtraError`) one whose package is not installed.
@@ -220,7 +204,6 @@ def open_trackers(
     for name in wanted:
         if name not in TRACKERS:
             raise UserError("trainer.logger", f"'{name}' is not a tracker.", did_you_mean(name, ["console", *TRACKERS]))
-    context = TrackerContext(run_dir, project, experiment, config, resume_step)
     opened: dict[str, Tracker] = {}
     try:
         for name in wanted:

@@ -73,7 +73,7 @@ class RayPlacement(Placement):
             self._opened = opened.pop_all()
         group_of: dict[RoleName, WorkerGroup] = {role: self._groups[pool.name] for pool in pools for role in pool.roles}
         proxies: dict[str, Any] = {role: RemoteRole(role, group) for role, group in group_of.items()}
-        proxies |= {"rollout": RemoteRolloutEngine(group_of["rollout"]), "reference": proxies.pop("ref", None)}
+        proxies |= {"rollout": RemoteRolloutEngine(group_of["rollout"])}
         self.roles = Roles(**proxies)
         self.sentinel = RemoteSentinel(group_of) if config.trainer.nan_sentinel else None
         self.num_ranks = sum(pool.num_ranks for pool in pools)

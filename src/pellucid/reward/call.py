@@ -5,6 +5,7 @@ A reward function has verl's signature and is called with keywords:
 """
 
 import inspect
+import multiprocessing
 import os
 import select
 import signal
@@ -22,7 +23,6 @@ from pellucid.types import FailureKind
 FIELD = "reward_model.custom_reward_function"
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 ACCEPTED = 'a finite number, or a dict whose "score" is one'
-_ALARM_GRACE_S = 10.0
 _LARGEST_FLOAT32 = 3.4028234e38
 
 
@@ -54,8 +54,6 @@ def load_reward_function(spec: str | None) -> Callable[..., Any]:
     if spec is None:
         return verify_with_task
     function = load_object(spec, FIELD)
-    if not callable(function):
-        raise UserError(FIELD, f"'{spec}' is of type {type(function).__name__}, not a function.", "Name a function.")
     try:
         inspect.signature(function).bind(**dict.fromkeys(KEYWORDS))
     except TypeError as error:
@@ -98,40 +96,29 @@ def call_reward(spec: str | None, arguments: dict[str, Any]) -> tuple[float, dic
 
 
 def start_worker(spec: str | None) -> None:
-    """Make this process a worker: the leader of a process group that ends with it, with the function loaded.
+    """Make this process a worker with the function loaded: the leader of a process group that ends with it, or with
+    the run.
 
-    What a call has started and not ended thus goes when its worker is killed for taking too long. Only on Linux, where
-    a process can wait for one that is not its child; elsewhere it stays.
+    What a call has started and not ended thus goes when its worker is killed for taking too long, and a call that hangs
+    when the run itself is killed. Only on Linux, where a process can wait for one that is not its child; elsewhere both
+    stay.
 
     Raises:
         UserError: as `load_reward_function`.
     """
     os.setpgid(0, 0)
-    worker = os.getpid()
+    worker, run = os.getpid(), multiprocessing.parent_process()
+    assert run is not None and run.pid is not None
     if hasattr(os, "pidfd_open") and os.fork() == 0:
-        ended = os.pidfd_open(worker)
-        os.closerange(0, ended)  # the pool's pipes are to end with the worker
-        os.closerange(ended + 1, os.sysconf("SC_OPEN_MAX"))
-        waiting = select.poll()
-        waiting.register(ended, select.POLLIN)
-        waiting.poll()
-        os.killpg(worker, signal.SIGKILL)  # this process, too
+        try:
+            os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # the pool's pipes are to end with the worker
+            ended = select.poll()
+            for pid in (worker, run.pid):
+                ended.register(os.pidfd_open(pid), select.POLLIN)
+            ended.poll()
+        finally:
+            os.killpg(worker, signal.SIGKILL)  # this process, too
     load_reward_function(spec)
-
-
-def call_in_worker(
-    spec: str | None, arguments: dict[str, Any], timeout_s: float
-) -> tuple[float, dict[str, float], float]:
-    """Do `call_reward` in a worker process, which ends by itself soon after the time-out.
-
-    The pool kills a late worker; the alarm is for the case that the pool's own process was killed first.
-    """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_GRACE_S)
-    try:
-        return call_reward(spec, arguments)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _found(result: Any) -> str:

@@ -4,40 +4,18 @@ Rollouts come from `produce` and from validation; one `Score` for each goes back
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from pellucid.config.schema.reward_model import RewardConfig
-from pellucid.reward.scorer import Scorer, ScoreStats
+from pellucid.reward.scorer import Scorer, no_calls
 from pellucid.stages import Stage
 from pellucid.types import Rollout, Score
 
-
-class EnterStage(Protocol):
-    """Encloses a stage; what it gives counts finished units."""
-
-    def __call__(
-        self, stage: Stage, step: int, num_units: int, work: list[Rollout], /
-    ) -> AbstractContextManager[Callable[[int], None]]:
-        """Return the context round a stage that works on `work`."""
-        ...
-
-
-def _unseen(
-    stage: Stage, step: int, num_units: int, work: list[Rollout]
-) -> AbstractContextManager[Callable[[int], None]]:
-    return nullcontext(lambda num_finished: None)
-
-
-class Judge(Protocol):
-    """The reward model, in this process or on ranks."""
-
-    def score(self, rollouts: list[Rollout], on_done: Callable[[int], None] | None = None) -> list[float]:
-        """Return one score a rollout, in order."""
-        ...
+EnterStage = Callable[[Stage, int, int, list[Rollout]], AbstractContextManager[Callable[[int], None]]]
+"""Encloses a stage of a step, given its number of units and what it works on; gives what counts finished units."""
 
 
 @dataclass
@@ -46,14 +24,15 @@ class Rewards:
 
     config: RewardConfig
     scorer: Scorer
-    model: Judge | None
+    judge: Callable[..., list[float]] | None
+    """`score` of the reward model, in this process or on ranks."""
     max_response_length: int
-    show_call: Callable[..., object] = lambda name, wall_us, duration_s, **args: None
+    show_call: Callable[..., object]
     """Shows a reward call on the timeline: its name, start in microseconds since 1970, seconds, and what is shown with
     it."""
 
     def score(
-        self, rollouts: list[Rollout], enter: EnterStage = _unseen, *, step: int = 0
+        self, rollouts: list[Rollout], enter: EnterStage, *, step: int
     ) -> tuple[list[Score], dict[str, float]]:
         """Return one score a rollout, for training, and the `reward/*` metrics.
 
@@ -66,25 +45,21 @@ class Rewards:
         def show(rollout: Rollout, wall_us: int, duration_s: float, ok: bool) -> None:
             self.show_call("reward_call", wall_us, duration_s, step=step, uid=rollout.prompt.uid, ok=ok)
 
-        scores, stats = [Score(None)] * len(rollouts), ScoreStats()
+        scores, metrics = [Score(None)] * len(rollouts), no_calls()
         if self.config.rule_weight:
             with enter(Stage.REWARD, step, len(rollouts), rollouts) as advance:
-                scores, stats = self.scorer.score(rollouts, lambda: advance(1), show)
-        if self.model is not None:
+                scores, metrics = self.scorer.score(rollouts, lambda: advance(1), show)
+        if self.judge is not None:
             with enter(Stage.COMPUTE_RM_SCORE, step, len(rollouts), rollouts) as advance:
-                by_model = self.model.score(rollouts, on_done=advance)
+                by_model = self.judge(rollouts, on_done=advance)
             scores = [self._combine(score, judged) for score, judged in zip(scores, by_model)]
-        return self._shape(rollouts, scores), {
-            "reward/num_failures": stats.num_failures,
-            "reward/num_timeouts": stats.num_timeouts,
-            "reward/time_s": stats.time_s,
-        }
+        return self._shape(rollouts, scores), metrics
 
     def score_validation(self, rollouts: list[Rollout], on_done: Callable[[int], None] | None = None) -> list[Score]:
         """Score held-out answers: by the rule alone where there is one, so that accuracy means what it says."""
-        if self.config.rule_weight or self.model is None:
+        if self.config.rule_weight or self.judge is None:
             return self.scorer.score(rollouts, on_done and (lambda: on_done(1)))[0]
-        return [self._combine(Score(None), judged) for judged in self.model.score(rollouts, on_done=on_done)]
+        return [self._combine(Score(None), judged) for judged in self.judge(rollouts, on_done=on_done)]
 
     def _combine(self, score: Score, by_model: float) -> Score:
         rule_weight, weight = self.config.rule_weight, self.config.weight

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -19,30 +18,16 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from pellucid.errors import UserError
-from pellucid.reward.call import (
-    FIELD,
-    RewardCallError,
-    call_in_worker,
-    call_reward,
-    load_reward_function,
-    start_worker,
-)
+from pellucid.reward.call import FIELD, RewardCallError, call_reward, load_reward_function, start_worker
 from pellucid.tasks import get_task
 from pellucid.types import RewardFailure, Rollout, Score
 
 _MAX_ATTEMPTS = 2
 
 
-@dataclass(slots=True)
-class ScoreStats:
-    """What scoring one batch took."""
-
-    num_failures: int = 0
-    """Samples without a reward after the repeat."""
-    num_timeouts: int = 0
-    """Calls killed for taking too long, repeats included."""
-    time_s: float = 0.0
-    """Sum over the calls, in seconds."""
+def no_calls() -> dict[str, float]:
+    """Return the metrics of scoring before any call."""
+    return {"reward/num_failures": 0.0, "reward/num_timeouts": 0.0, "reward/time_s": 0.0}
 
 
 class Scorer:
@@ -76,8 +61,8 @@ class Scorer:
         rollouts: list[Rollout],
         on_done: Callable[[], object] | None = None,
         on_call: Callable[[Rollout, int, float, bool], None] | None = None,
-    ) -> tuple[list[Score], ScoreStats]:
-        """Return the score of every rollout, in order, and what scoring took.
+    ) -> tuple[list[Score], dict[str, float]]:
+        """Return the score of every rollout, in order, and the `reward/*` metrics.
 
         Args:
             rollouts: a batch.
@@ -92,7 +77,7 @@ class Scorer:
             task: self._spec is None and self._verifier_is_inline(task)
             for task in {rollout.prompt.task for rollout in rollouts}
         }
-        stats = ScoreStats()
+        metrics = no_calls()
         finished: SimpleQueue[tuple[int, int, int, Future]] = SimpleQueue()
 
         def start(index: int, attempt: int) -> None:
@@ -106,15 +91,15 @@ class Scorer:
             start(index, 1)
         while len(scores) < len(rollouts):
             index, attempt, ended_us, future = finished.get()
-            score, duration_s = self._result(future, stats)
-            stats.time_s += duration_s
+            score, duration_s = self._result(future, metrics)
+            metrics["reward/time_s"] += duration_s
             if on_call is not None:
                 on_call(rollouts[index], ended_us - round(duration_s * 1e6), duration_s, score.failure is None)
             if score.failure is not None and attempt < _MAX_ATTEMPTS:
                 start(index, attempt + 1)
                 continue
             scores[index] = score
-            stats.num_failures += score.failure is not None
+            metrics["reward/num_failures"] += score.failure is not None
             if on_done is not None:
                 on_done()
         in_order = [scores[index] for index in range(len(rollouts))]
@@ -125,7 +110,7 @@ class Scorer:
                 f"all {len(rollouts)} calls of the batch failed; the first: {first}",
                 "Mend the reward function; nothing was scored.",
             )
-        return in_order, stats
+        return in_order, metrics
 
     def _verifier_is_inline(self, task: str) -> bool:
         try:
@@ -146,17 +131,16 @@ class Scorer:
         return future
 
     def _schedule(self, rollout: Rollout) -> Future:
-        if self._pool is not None and not self._pool.active:  # a worker that died between two calls has broken it
-            self.close()
-        if self._pool is None:
+        pool = self._pool
+        if pool is None or not pool.active:
+            self.close()  # a worker that died between two calls has broken it
             context = multiprocessing.get_context("forkserver")  # no fork of a process that has threads and a model
             context.set_forkserver_preload(["pellucid.reward.call"])
             initial = {"initializer": start_worker, "initargs": [self._spec]}
-            self._pool = ProcessPool(self._num_workers, **initial, context=context)
-        arguments = [self._spec, _arguments(rollout), self._timeout_s]
-        return self._pool.schedule(call_in_worker, args=arguments, timeout=self._timeout_s)
+            pool = self._pool = ProcessPool(self._num_workers, **initial, context=context)
+        return pool.schedule(call_reward, args=[self._spec, _arguments(rollout)], timeout=self._timeout_s)
 
-    def _result(self, future: Future, stats: ScoreStats) -> tuple[Score, float]:
+    def _result(self, future: Future, metrics: dict[str, float]) -> tuple[Score, float]:
         """Return the score that a finished call gave, or why there is none, and its duration in seconds."""
         match error := future.exception():
             case None:
@@ -165,7 +149,7 @@ class Scorer:
             case RewardCallError():
                 return Score(None, failure=RewardFailure(error.kind, error.message)), error.time_s
             case TimeoutError():
-                stats.num_timeouts += 1
+                metrics["reward/num_timeouts"] += 1
                 message = f"the call took longer than {self._timeout_s:g} s and was killed."
                 return Score(None, failure=RewardFailure("timeout", message)), self._timeout_s
             case ProcessExpired() | BrokenProcessPool():
