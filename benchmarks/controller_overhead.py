@@ -30,8 +30,7 @@ from pellucid.loop import speed_metrics
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.watchdog import Watchdog
 from pellucid.produce import produce
-from pellucid.ranks.group import Member, WorkerGroup
-from pellucid.ranks.proxies import RemoteRole, RemoteRolloutEngine
+from pellucid.ranks.group import Member, RemoteRole, RemoteRolloutEngine, WorkerGroup
 from pellucid.ranks.wire import Parcel, SharedMemory
 from pellucid.ranks.worker import Outcome, Progress
 from pellucid.rollout.requests import Completion, Request

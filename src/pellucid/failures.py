@@ -33,14 +33,14 @@ from pellucid.config import RunConfig, load_config
 from pellucid.console import notice
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
 from pellucid.files.rundir import RunDir, atomic_write
-from pellucid.ranks.rank_failures import RankFailedError
+from pellucid.ranks import RankFailedError
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
 from pellucid.stages import ROLE_OF, Stage
 from pellucid.types import Experience, MiniBatch, Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch, Turn
 
 if TYPE_CHECKING:
     from pellucid.precision.sentinel import Finding
-    from pellucid.ranks import Placement
+    from pellucid.ranks.placement import Placement
 
 FAILURE, FINDING, WEIGHTS, CONFIG, CAPTURE = "failure.pt", "finding.json", "weights", "config.yaml", "replay"
 

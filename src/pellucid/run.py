@@ -31,7 +31,7 @@ from pellucid.observe.captures import RunProfiler, controller_request
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.spans import SpanRecorder
 from pellucid.observe.watchdog import Watchdog
-from pellucid.ranks import Placement, place_roles
+from pellucid.ranks.placement import Placement, place_roles
 from pellucid.reward import Scorer, make_scorer
 from pellucid.reward.rewards import Rewards
 from pellucid.roles.actor import Actor

@@ -111,7 +111,7 @@ def _train(
     from pellucid.files.rundir import atomic_write
     from pellucid.loop import train
     from pellucid.metrics.trackers import TrackerContext, open_trackers
-    from pellucid.ranks.rank_failures import RankFailedError
+    from pellucid.ranks import RankFailedError
     from pellucid.run import num_steps
     from pellucid.run_state import checkpoint_step, find_checkpoint
 

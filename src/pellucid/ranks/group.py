@@ -1,30 +1,36 @@
-"""A pool of ranks as one object: the same call goes to every rank, and the first thing that goes wrong ends the wait.
+"""A pool of ranks as one object, and the roles as the loop sees them when they live on ranks.
 
-The proxies in `proxies.py` call it from the loop. While ranks work, the controller asks them how far they are, which
-feeds the progress bar and the watchdog. Sampling and training may be under way at once, each called from a thread of
-its own.
+Each method of a role goes to every rank of its pool, arguments and results as references into shared memory
+(`wire.py`), and the first thing that goes wrong ends the wait. While ranks work, the controller asks them how far they
+are, which feeds the progress bar and the watchdog. Sampling and training may be under way at once, each called from a
+thread of its own.
 """
 
+import asyncio
 import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from typing_extensions import override
 
 from pellucid.build import RoleName
 from pellucid.errors import NonFiniteError, UserError
-from pellucid.ranks.rank_failures import RankFailedError
+from pellucid.precision.sentinel import Finding, earliest
+from pellucid.ranks import RankFailedError
 from pellucid.ranks.wire import SharedMemory
-from pellucid.ranks.worker import Outcome, Progress, RankWorker, this_machine
-from pellucid.stages import Stage
+from pellucid.ranks.worker import Outcome, Progress, RankWorker
+from pellucid.rollout.requests import Completion, EngineStats, Request, RolloutEngine, WeightUpdate
+from pellucid.stages import ROLE_OF, Stage
 
 POLL_S, RANKS_POLLED_A_SECOND = 0.5, 100
 """How often ranks are asked for their progress: at most twice a second, and seldomer where there are many of them."""
@@ -124,8 +130,9 @@ class WorkerGroup:
         number, stage = next(self._numbers), self._at()
         # A call that comes while another is under way runs in the ranks' second thread; the others stay in the first:
         # profilers of whole steps see no other.
-        sent = [member.handle.run_beside if self._busy else member.handle.run for member in self.members]
-        calls = [send.remote(number, role, method, parcel, stage) for send in sent]
+        thread = {"concurrency_group": "beside"} if self._busy else {}
+        runs = [member.handle.run.options(**thread) for member in self.members]
+        calls = [run.remote(number, role, method, parcel, stage) for run in runs]
         outcomes: list[Outcome] = self._wait(f"{role}.{method}", number, calls, on_done)
         for outcome in outcomes:
             outcome.value = None if outcome.value is None else self._memory.unpack(outcome.value)
@@ -141,14 +148,15 @@ class WorkerGroup:
 
     def locate(self) -> list[tuple[str, int]]:
         """Return an address and a free port of each rank's machine, once all their processes are up."""
-        answers = self.ask("start", lambda rank: rank.where())
+        answers = self.ask("start", lambda rank: rank.start())
         self._places = [(machine, pid) for machine, _, _, pid in answers]
         return [(address, port) for _, address, port, _ in answers]
 
     def align_clocks(self) -> None:
         """Tell each rank on another machine by how much the controller's clock is ahead of its own."""
+        here = ray.get_runtime_context().get_node_id()
         for member, machine in zip(self.members, self.machines):
-            if machine != this_machine():  # else it is the same clock
+            if machine != here:  # else it is the same clock
                 ahead_us = _ahead_us(member)
                 ray.get(member.handle.ask.remote(lambda rank, us=ahead_us: rank.spans.set_clock(us)), timeout=ANSWER_S)
 
@@ -276,7 +284,7 @@ class WorkerGroup:
 
     def _signal(self, index: int, number: signal.Signals) -> None:
         """Send a signal to a rank on this machine."""
-        if self._places and self._places[index][0] == this_machine():
+        if self._places and self._places[index][0] == ray.get_runtime_context().get_node_id():
             with suppress(ProcessLookupError, PermissionError):  # it is gone, or another's by now
                 os.kill(self._places[index][1], number)
 
@@ -316,3 +324,145 @@ def _ahead_us(member: Member) -> float:
         answered_us = time.time_ns() / 1000
         readings.append((answered_us - asked_us, (asked_us + answered_us) / 2 - its_us))
     return min(readings)[1]
+
+
+class RemoteSentinel:
+    """The NaN sentinels of the ranks as one.
+
+    Args:
+        group_of: the group of each role.
+    """
+
+    def __init__(self, group_of: Mapping[RoleName, WorkerGroup]) -> None:
+        self._group_of = group_of
+        self._failed: WorkerGroup | None = None
+
+    def watch(self, stage: Stage | None) -> AbstractContextManager[None]:
+        """Return a context that does nothing: each rank watches what it is called for itself."""
+        return nullcontext()
+
+    def locate(self, stage: Stage) -> None:
+        """Let the ranks of a stage look for the place where it goes wrong when it runs next."""
+        self._failed = self._group_of[ROLE_OF.get(stage, "rollout")]  # pyright: ignore[reportArgumentType]
+        self._failed.ask("locate_nan", lambda rank: rank.sentinel and rank.sentinel.locate(stage))
+
+    def take_finding(self) -> Finding | None:
+        """Return the earliest of the ranks' findings."""
+
+        def taken(rank: RankWorker) -> Finding | None:
+            return rank.sentinel and rank.sentinel.take_finding()
+
+        groups = set(self._group_of.values()) if self._failed is None else {self._failed}
+        self._failed = None
+        return earliest(finding for group in groups for finding in group.ask("take_finding", taken))
+
+
+class RemoteRole:
+    """A role that runs on the ranks of `group`: it has every method of the role there."""
+
+    modules: tuple[torch.nn.Module, ...] = ()
+    in_hand: tuple[str, ...] = ()
+
+    def __init__(self, name: RoleName, group: WorkerGroup) -> None:
+        self._name: RoleName = name
+        self._group = group
+        self.version = 0
+        """Number of optimizer steps that made the current weights."""
+        self._flops = self._flops_taken = 0.0
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *arguments, **options: self._call(method, *arguments, **options)
+
+    def _call(self, method: str, *arguments: Any, on_done: Callable[[int], None] | None = None, **options: Any) -> Any:
+        """Call the method on all ranks and return rank 0's result; a rank's working directory may be another."""
+        arguments = tuple(value.absolute() if isinstance(value, Path) else value for value in arguments)
+        first = self._group.run(self._name, method, *arguments, on_done=on_done, **options)[0]
+        self.version, self._flops = first.version, first.flops
+        return first.value
+
+    def take_flops(self) -> float:
+        """Return the arithmetic done since the last call, on all ranks together."""
+        done, self._flops_taken = self._flops - self._flops_taken, self._flops
+        return done
+
+    def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
+        """Save the state of this moment in the background; returns a function that waits until all of it is written."""
+        self._call("start_saving", folder, contents)
+        return self._group.wait_for_save
+
+
+class RemoteRolloutEngine(RolloutEngine):
+    """A replica of the native engine on every rank, each answering its part of the requests that come together.
+
+    The replicas answer nothing between two calls and keep nothing for the next one, so that `pause`, `sleep`, `release`
+    and their like do nothing. The ranks themselves say what they decode, and their profilers capture their replicas.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._requests: list[Request] = []
+        """Those that the next call will take along."""
+        self._call: asyncio.Task[list[Completion]] | None = None
+        """That call, until it begins."""
+        self._version = self._num_tokens = 0
+
+    @property
+    @override
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        return ()
+
+    @property
+    @override
+    def in_hand(self) -> list[str]:
+        return []
+
+    @override
+    async def generate(self, request: Request) -> Completion:
+        """Answer a request in one call with all others made in the same turn of the event loop."""
+        if self._call is None:
+            self._call = asyncio.get_running_loop().create_task(self._answer())
+        place = len(self._requests)
+        self._requests.append(request)
+        return (await self._call)[place]
+
+    async def _answer(self) -> list[Completion]:
+        """Return the answers to all requests; a sample's random numbers are its own, so the number of ranks changes
+        none.
+        """
+        requests, self._requests, self._call = self._requests, [], None
+        num_ranks = len(self._group)
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault((request.stream.run, request.stream.uid), []).append(index)
+        # By length, dealt out in turn: long prompts, and the long answers that follow them, are spread over the ranks.
+        order = sorted(groups.values(), key=lambda group: len(requests[group[0]].token_ids), reverse=True)
+        parts = [[index for group in order[rank::num_ranks] for index in group] for rank in range(num_ranks)]
+        sent = [[replace(requests[index], on_progress=None) for index in part] for part in parts]
+        listeners = {request.on_progress for request in requests if request.on_progress is not None}
+
+        def tell_all(num_done: int) -> None:
+            for listener in listeners:
+                listener(num_done)
+
+        on_done = tell_all if listeners else None
+        answers: dict[int, Completion] = {}
+        for part, outcome in zip(parts, self._group.run("rollout", "generate", sent, on_done=on_done)):
+            answers |= zip(part, outcome.value)
+        self._num_tokens += sum(len(answer.token_ids) for answer in answers.values())
+        return [answers[index] for index in range(len(requests))]
+
+    @override
+    async def load_weights(self, update: WeightUpdate) -> None:
+        self._group.run("rollout", "load_weights", update)
+        self._version = update.version
+
+    @override
+    async def stop_profile(self) -> list[Path]:
+        return []
+
+    @override
+    def stats(self) -> EngineStats:
+        """Return what the controller knows of the replicas between two calls."""
+        return EngineStats(waiting=len(self._requests), sampled_tokens=self._num_tokens, version=self._version)

@@ -1,7 +1,6 @@
 """The Ray placement: pools of ranks, each a process group, and proxies of the roles that live on them."""
 
 import contextlib
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from typing_extensions import override
 
 from pellucid import devices
 from pellucid.build import RoleName, Roles
@@ -20,15 +18,14 @@ from pellucid.observe.captures import rank_request
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.recording import RecordedRanks, start_unrecorded_children
 from pellucid.observe.request import ProcessRequest
+from pellucid.precision.sentinel import Sentinel
 from pellucid.ranks.cluster import Cluster, Pool, plan_pools
-from pellucid.ranks.group import Answer, Member, WorkerGroup
-from pellucid.ranks.placement import Placement
-from pellucid.ranks.proxies import RemoteRole, RemoteRolloutEngine, RemoteSentinel
+from pellucid.ranks.group import Answer, Member, RemoteRole, RemoteRolloutEngine, RemoteSentinel, WorkerGroup
 from pellucid.ranks.wire import SharedMemory
-from pellucid.ranks.worker import RankSpec, RankWorker, this_machine
+from pellucid.ranks.worker import RankSpec, RankWorker
 
 
-class RayPlacement(Placement):
+class RayPlacement:
     """Pools of ranks that Ray starts, and proxies of the roles that live on them."""
 
     def __init__(
@@ -73,9 +70,10 @@ class RayPlacement(Placement):
             self._opened = opened.pop_all()
         group_of: dict[RoleName, WorkerGroup] = {role: self._groups[pool.name] for pool in pools for role in pool.roles}
         proxies: dict[str, Any] = {role: RemoteRole(role, group) for role, group in group_of.items()}
-        proxies |= {"rollout": RemoteRolloutEngine(group_of["rollout"])}
+        proxies["rollout"] = RemoteRolloutEngine(group_of["rollout"])
         self.roles = Roles(**proxies)
-        self.sentinel = RemoteSentinel(group_of) if config.trainer.nan_sentinel else None
+        sentinel = RemoteSentinel(group_of) if config.trainer.nan_sentinel else None
+        self.sentinel: Sentinel | RemoteSentinel | None = sentinel
         self.num_ranks = sum(pool.num_ranks for pool in pools)
         self.device = f"{self._cluster.device}, {self.num_ranks} ranks"
 
@@ -98,19 +96,8 @@ class RayPlacement(Placement):
             )
             if profile is not None:
                 self.profile_requests.append(profile)
-            spec = RankSpec(
-                pool=pool.name,
-                rank=rank,
-                num_ranks=pool.num_ranks,
-                run_dir=self._run_dir.path.absolute(),
-                working_dir=Path.cwd(),
-                python_path=[str(Path(place).absolute()) for place in sys.path if place],
-                config=config,
-                roles=pool.roles,
-                total_steps=self._total_steps,
-                device=self._cluster.device,
-                profile=profile,
-            )
+            run_dir = self._run_dir.path.absolute()
+            spec = RankSpec(pool, rank, run_dir, config, self._total_steps, self._cluster.device, profile)
             python = self._recorded.python(f"{pool.name}_rank_{rank}", profile)
             actor = worker.options(**self._cluster.options(pool, rank, python)).remote(spec)
             members.append(Member(spec.name, actor, spec.log))
@@ -127,19 +114,19 @@ class RayPlacement(Placement):
         """
         group = self._groups[pool.name]
         places = group.locate()
-        if set(group.machines) == {this_machine()}:
+        if set(group.machines) == {ray.get_runtime_context().get_node_id()}:
             point = f"file://{self._meeting / pool.name}"
         else:
             address, port = places[0]
             point = f"tcp://{address}:{port}"
         group.ask("join", lambda rank: rank.join(point))
 
-    @override
     def peak_flops(self) -> float:
+        """Return the peak FLOP/s of all ranks together."""
         return sum(self._ask_all("peak_flops", lambda rank: devices.peak_flops(rank.device, rank.dtype)))
 
-    @override
     def memory_gb(self) -> dict[str, float]:
+        """Return the memory of all processes together, and of the fullest device."""
         answers = self._ask_all("memory_gb", lambda rank: devices.memory_gb(rank.device))
         names = answers[0].keys()
         largest = {name: max(answer[name] for answer in answers) for name in names}
@@ -148,14 +135,14 @@ class RayPlacement(Placement):
     def _ask_all(self, what: str, work: Callable[[RankWorker], Answer]) -> list[Answer]:
         return [answer for group in self._groups.values() for answer in group.ask(what, work)]
 
-    @override
     def begin_profiled_step(self, step: int) -> None:
+        """Let the ranks begin with what they are to capture of a step."""
         for group in self._profiled_groups():
             group.captures = True
             group.ask("begin_profiled_step", lambda rank: rank.profiler.begin_step(step))
 
-    @override
     def end_profiled_step(self, step: int, *, last: bool) -> None:
+        """Let them write it, as far as they are alive."""
         for group in self._profiled_groups():
             if group.answers:
                 group.ask("end_profiled_step", lambda rank: rank.profiler.end_step(step, last=last))
@@ -165,10 +152,10 @@ class RayPlacement(Placement):
         captured = {request.group for request in self.profile_requests}
         return [group for name, group in self._groups.items() if name in captured]
 
-    @override
     def in_hand(self) -> list[str]:
-        return []  # the ranks are watched by their groups, which name the samples themselves
+        """Return nothing: the ranks are watched by their groups, which name the samples themselves."""
+        return []
 
-    @override
     def close(self) -> None:
+        """End all ranks, and the cluster where it was started here."""
         self._opened.close()

@@ -14,8 +14,7 @@ import socket
 import sys
 import threading
 import traceback
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest
 from pellucid.observe.spans import SpanRecorder
 from pellucid.precision.sentinel import Sentinel
+from pellucid.ranks.cluster import Pool
 from pellucid.ranks.wire import Parcel, SharedMemory
 from pellucid.rollout.requests import generate_all, run_sync
 from pellucid.stages import Probes, Stage
@@ -46,30 +46,29 @@ NO_LIMIT_S = 30 * 24 * 3600.0
 class RankSpec:
     """What makes a process the rank that it is."""
 
-    pool: str
+    pool: Pool
     rank: int
-    num_ranks: int
     run_dir: Path
     """Absolute; every machine sees it."""
-    working_dir: Path
-    """The controller's: relative paths of the config start there."""
-    python_path: list[str]
     config: RunConfig
-    roles: Sequence[RoleName]
     total_steps: int
     device: str
     profile: ProcessRequest | None
     """What of it is captured."""
+    working_dir: Path = field(default_factory=Path.cwd)
+    """The controller's: relative paths of the config start there."""
+    python_path: list[str] = field(default_factory=lambda: [str(Path(place).absolute()) for place in sys.path if place])
+    """The controller's."""
 
     @property
     def name(self) -> str:
         """What people call it."""
-        return f"{self.pool} rank {self.rank}"
+        return f"{self.pool.name} rank {self.rank}"
 
     @property
     def log(self) -> Path:
         """The file its output goes to."""
-        return self.run_dir / "logs" / f"{self.pool}_rank_{self.rank}.log"
+        return self.run_dir / "logs" / f"{self.pool.name}_rank_{self.rank}.log"
 
 
 @dataclass(slots=True)
@@ -116,9 +115,27 @@ class RankWorker:
         """Thread, role and progress of the calls under way, by number: at most one that samples and one that trains."""
         self._num_threads = torch.get_num_threads()
         self._waits: list[Callable[[], None]] = []
-        self._mistake = _missing_folder(spec)
-        if self._mistake:
-            return  # `where` says so
+        self._is_up = False
+
+    def ask(self, work: Callable[["RankWorker"], Any]) -> Any:
+        """Do what the controller asks for beside the roles' methods."""
+        return work(self)
+
+    def start(self) -> tuple[str, str, int, int]:
+        """Turn to the run's folders, and return which machine this is, its address, a port of it that is free, and the
+        process id.
+
+        Raises:
+            UserError: the machine does not see the run's folders, or lacks the device.
+        """
+        spec = self._spec
+        if not (spec.run_dir / ".lock").exists() or not spec.working_dir.exists():
+            raise UserError(
+                "trainer.default_local_dir",
+                f"the machine '{socket.gethostname()}' does not see the run's folder '{spec.run_dir}', or not "
+                f"'{spec.working_dir}', where the run was started.",
+                "Put run directory, recipes and models on storage that all machines share under the same path.",
+            )
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         self._log_file = spec.log.open("a", buffering=1)
         for stream in (1, 2):
@@ -126,38 +143,23 @@ class RankWorker:
         logging.basicConfig(
             stream=self._log_file, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
         )
-        log.info("%s of %d, process %d on %s", spec.name, spec.num_ranks, os.getpid(), socket.gethostname())
+        log.info("%s of %d, process %d on %s", spec.name, spec.pool.num_ranks, os.getpid(), socket.gethostname())
         faulthandler.enable(self._log_file)
         # A C handler: it prints the stacks even while a thread holds the interpreter's lock.
         faulthandler.register(signal.SIGUSR1, self._log_file, all_threads=True)
         os.chdir(spec.working_dir)
         sys.path += [place for place in spec.python_path if place not in sys.path]
         devices.keep_freed_memory()
-        try:
-            self.device = devices.choose_device(spec.device)
-        except UserError as error:
-            self._mistake = error
-            return
+        self.device = devices.choose_device(spec.device)
         self.dtype = torch_dtype(spec.config.actor_rollout_ref.model.dtype)
-        self.spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool}_rank_{spec.rank}.json", spec.name)
+        self.spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool.name}_rank_{spec.rank}.json", spec.name)
         self.profiler = ProcessProfiler(self.spans, spec.profile, log.warning)
         self.sentinel = Sentinel() if spec.config.trainer.nan_sentinel else None
-
-    def ask(self, work: Callable[["RankWorker"], Any]) -> Any:
-        """Do what the controller asks for beside the roles' methods."""
-        return work(self)
-
-    def where(self) -> tuple[str, str, int, int]:
-        """Return which machine this is, its address, a port of it that is free, and the process id.
-
-        Raises:
-            UserError: the machine does not see the run's folders, or lacks the device.
-        """
-        if self._mistake:
-            raise self._mistake
+        self._is_up = True
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return this_machine(), ray.util.get_node_ip_address(), probe.getsockname()[1], os.getpid()
+            port = probe.getsockname()[1]
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, os.getpid()
 
     def join(self, meeting_point: str) -> None:
         """Become a rank of the pool's process group.
@@ -166,17 +168,18 @@ class RankWorker:
             UserError: the ranks do not find each other there.
         """
         spec = self._spec
-        if spec.num_ranks == 1:
+        if spec.pool.num_ranks == 1:
             return
         try:
             # The controller's watch comes first: a collective gives up only when that is over.
             limit_s = spec.config.trainer.stall_timeout_s
             timeout_s = NO_LIMIT_S if limit_s is None else limit_s + 600.0
-            join_ranks(spec.rank, spec.num_ranks, init_method=meeting_point, device=self.device, timeout_s=timeout_s)
+            num_ranks = spec.pool.num_ranks
+            join_ranks(spec.rank, num_ranks, init_method=meeting_point, device=self.device, timeout_s=timeout_s)
         except (DistNetworkError, DistStoreError) as error:
             raise UserError(
                 "trainer.nnodes",
-                f"the ranks of the {spec.pool} pool cannot meet at {meeting_point}: {str(error).splitlines()[0]}",
+                f"the ranks of the {spec.pool.name} pool cannot meet at {meeting_point}: {str(error).splitlines()[0]}",
                 "Open the ports between the machines.",
             ) from error
 
@@ -187,18 +190,18 @@ class RankWorker:
             ranks_on: how many ranks of all pools each machine has.
         """
         spec, config = self._spec, self._spec.config
-        self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks_on[this_machine()])
+        self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks_on[ray.get_runtime_context().get_node_id()])
         torch.set_num_threads(self._num_threads)
         probe = self.profiler if self.sentinel is None else Probes([self.profiler, self.sentinel])
-        compute = Compute(self.device, self.dtype, spec.num_ranks, config.trainer.balance_batch, probe=probe)
+        compute = Compute(self.device, self.dtype, spec.pool.num_ranks, config.trainer.balance_batch, probe=probe)
         with self.spans.span("make_roles"):
             self.roles = make_roles(
-                config, spec.roles, run_tokenizer(config), choose_policy_loss(config), compute, spec.total_steps
+                config, spec.pool.roles, run_tokenizer(config), choose_policy_loss(config), compute, spec.total_steps
             )
         self.profiler.models_of = self.roles.modules_of
         if self.sentinel is not None:
             self.sentinel.modules_of = self.roles.modules_of
-        log.info("roles: %s", ", ".join(spec.roles))
+        log.info("roles: %s", ", ".join(spec.pool.roles))
 
     def run(self, number: int, role: RoleName, method: str, parcel: Parcel, stage: tuple[Stage, int] | None) -> Outcome:
         """Run a role's method as part of a stage of a step, and return what it gave.
@@ -235,11 +238,6 @@ class RankWorker:
         each = self.roles.named(role)
         return Outcome(self._memory.pack(value) if self._spec.rank == 0 else None, each.version, each.engine.flops)
 
-    @ray.method(concurrency_group="beside")
-    def run_beside(self, *call: Any) -> Outcome:
-        """Do what `run` does, beside a call of it that may be under way."""
-        return self.run(*call)
-
     def _call(self, role: RoleName, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         target = self.roles.named(role)
         if method == "generate":  # a list of requests for each rank
@@ -263,6 +261,8 @@ class RankWorker:
     @ray.method(concurrency_group="control")
     def progress(self, number: int) -> Progress:
         """Return how far a call is that another thread runs."""
+        if not self._is_up:
+            return Progress()
         if number not in self._calls:
             return Progress(writes=self.profiler.writing)
         thread, role, progress = self._calls[number]
@@ -278,25 +278,7 @@ class RankWorker:
     def leave(self) -> None:
         """Leave the process group and close the files."""
         self.profiler.flush()
-        if self._spec.num_ranks > 1:
+        if self._spec.pool.num_ranks > 1:
             leave_ranks()
         self.spans.close()
         log.info("done")
-
-
-def this_machine() -> str:
-    """Return what tells this machine from all others: names may be the same, and addresses several."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else uuid.getnode()}"
-
-
-def _missing_folder(spec: RankSpec) -> UserError | None:
-    """Return what is wrong when this machine does not see what the controller's does."""
-    if (spec.run_dir / ".lock").exists() and spec.working_dir.exists():
-        return None
-    return UserError(
-        "trainer.default_local_dir",
-        f"the machine '{socket.gethostname()}' does not see the run's folder '{spec.run_dir}', or not "
-        f"'{spec.working_dir}', where the run was started.",
-        "Put run directory, recipes and models on storage that all machines share under the same path.",
-    )
