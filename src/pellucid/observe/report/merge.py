@@ -92,7 +92,7 @@ def _events(
             for event in events:
                 yield from _operator(event, process, base_us, number)
         except TraceError as error:
-            notes.append(f"A capture is not whole: {error}.")
+            notes.append(f"A capture was left out: {error}.")
 
 
 def _processes(files: list[Path]) -> dict[tuple[str, int], _Process]:

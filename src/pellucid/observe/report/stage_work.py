@@ -26,7 +26,7 @@ Interval = tuple[float, float]
 
 @dataclass(slots=True)
 class Work:
-    """One process in one stage: of one step, or the mean over all."""
+    """One process in one stage, a mean per step."""
 
     process: str
     seconds: Counter[str]
@@ -67,10 +67,10 @@ class StageTime:
     """By step."""
     begins_s: list[float] = field(default_factory=list)
     """Since the start of each step; below 0 where a schedule runs ahead."""
-    works: dict[int, list[Work]] = field(default_factory=dict)
-    """By step, of the ranks that ran it, or else of the controller."""
+    still_s: dict[int, float] = field(default_factory=dict)
+    """By step: how long no process used a core or waited for one."""
     processes: list[Work] = field(default_factory=list)
-    """The same as means per step, by process."""
+    """The ranks that ran it, or else the controller."""
     share: float = 0.0
     """Of the steps' time; stages that overlap add up to more than 1."""
 
@@ -109,34 +109,40 @@ def stage_times(timeline: Timeline) -> list[StageTime]:
     for span in timeline.spans:
         if span.is_own:
             spans_of[span.step][span.process].append(span)
-    stages: dict[str, StageTime] = {}
-    outside = StageTime(OUTSIDE, {})
-    between = {stage: StageTime(name, dict.fromkeys(timeline.steps, 0.0)) for stage, name in BETWEEN.items()}
+    rows: dict[str, StageTime] = {}
+    works: dict[str, list[Work]] = defaultdict(list)
+
+    def row(name: str) -> StageTime:
+        return rows.setdefault(name, StageTime(name, dict.fromkeys(timeline.steps, 0.0)))
+
     for step, whole in timeline.steps.items():
-        by_process = spans_of[step]
         covered: list[Interval] = []
-        for name, spans in _by_stage(by_process[CONTROLLER]).items():
-            inside = [span for span in spans if whole.start_us <= span.start_us < whole.end_us]
-            if name in between and step != timeline.last_step:  # after the last, no frequency asks for it
-                between[Stage(name)].seconds[step] = sum(span.dur_us for span in spans if span not in inside) / 1e6
+        for name, spans in _by_stage(spans_of[step][CONTROLLER]).items():
             if name in BETWEEN or name == WRITE:  # other stages may run ahead of the step that they are for
+                inside = [span for span in spans if whole.start_us <= span.start_us < whole.end_us]
+                after_s = _wall_s(spans) - _wall_s(inside)
+                if name in BETWEEN and after_s and step != timeline.last_step:  # after which no frequency asks for it
+                    row(BETWEEN[Stage(name)]).seconds[step] = after_s
                 spans = inside
-            if not spans:
-                continue
-            stage = stages.setdefault(name, StageTime(name, dict.fromkeys(timeline.steps, 0.0)))
-            stage.seconds[step] = _wall_s(spans)
-            stage.begins_s.append((spans[0].start_us - whole.start_us) / 1e6)
-            if name != WRITE:
-                stage.works[step] = _works(name, spans, by_process, timeline.ranks)
-            covered += ((span.start_us, span.end_us) for span in spans)
+            if spans:
+                stage = row(name)
+                stage.seconds[step] = _wall_s(spans)
+                stage.begins_s.append((spans[0].start_us - whole.start_us) / 1e6)
+                covered += ((span.start_us, span.end_us) for span in spans)
+            if spans and name != WRITE:
+                of_step = _works(name, spans, spans_of[step], timeline.ranks)
+                longest_s = max(work.wall_s for work in of_step)
+                stage.still_s[step] = min(longest_s - work.seconds[BUSY] - work.seconds[NO_CORE] for work in of_step)
+                works[name] += of_step
         in_stages = clip(union(covered), [(whole.start_us, whole.end_us)])
-        outside.seconds[step] = max(0.0, whole.dur_us - length(in_stages)) / 1e6
-    ordered = sorted(stages.values(), key=lambda stage: statistics.fmean(stage.begins_s))
-    rows = [*ordered, outside, *(row for row in between.values() if any(row.seconds.values()))]
-    for row in rows:
-        row.share = row.mean_s / timeline.step_s
-        row.processes = _means(row.works, len(timeline.steps))
-    return rows
+        row(OUTSIDE).seconds[step] = max(0.0, whole.dur_us - length(in_stages)) / 1e6
+    last = [OUTSIDE, *BETWEEN.values()]
+    for stage in rows.values():
+        stage.share = stage.mean_s / timeline.step_s
+        stage.processes = _means(works[stage.name], len(timeline.steps))
+    ordered = [stage for stage in rows.values() if stage.name not in last]
+    ordered.sort(key=lambda stage: statistics.fmean(stage.begins_s))
+    return ordered + [rows[name] for name in last if name in rows]
 
 
 def _by_stage(spans: list[Span]) -> dict[str, list[Span]]:
@@ -152,13 +158,13 @@ def _by_stage(spans: list[Span]) -> dict[str, list[Span]]:
 
 
 def _works(stage: str, spans: list[Span], by_process: dict[str, list[Span]], ranks: list[str]) -> list[Work]:
+    """Return the work of the ranks that ran a stage in one step, or else of the controller, whose spans are given."""
     stage_s = _wall_s(spans)
     on_ranks = [(rank, mine) for rank in ranks if (mine := _by_stage(by_process[rank]).get(stage))]
-    works: list[Work] = []
-    for process, mine in on_ranks or [(CONTROLLER, spans)]:
-        units = [span for span in by_process[process] if span.args.get("stage") == stage]
-        works.append(_work(process, stage_s, mine, units))
-    return works
+    return [
+        _work(process, stage_s, mine, [span for span in by_process[process] if span.args.get("stage") == stage])
+        for process, mine in on_ranks or [(CONTROLLER, spans)]
+    ]
 
 
 def _work(process: str, stage_s: float, spans: list[Span], units: list[Span]) -> Work:
@@ -173,15 +179,15 @@ def _work(process: str, stage_s: float, spans: list[Span], units: list[Span]) ->
     awake_s = max(0.0, wall_s - sum(quiet.values()))
     queued_s = min(awake_s, sum(span.args.get("queued_s", 0.0) for span in spans))
     rest = {BUSY: awake_s - queued_s, NO_CORE: queued_s, ABSENT: max(0.0, stage_s - wall_s)}
-    cpu = [span.args["cpu_s"] for span in spans if "cpu_s" in span.args]
-    tokens = [unit.args["tokens"] for unit in micro if "tokens" in unit.args]
-    return Work(
-        process,
-        Counter(quiet | rest),
-        cpu_s=sum(cpu) if len(cpu) == len(spans) else None,
-        tokens=sum(tokens) if tokens else None,
-        num_units=len(micro) or len(mini),
-    )
+    cpu_s, tokens = _total(span.args.get("cpu_s") for span in spans), _total(unit.args.get("tokens") for unit in micro)
+    return Work(process, Counter(quiet | rest), cpu_s, tokens, len(micro) or len(mini))
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    """Return a sum; None where there is nothing to add, or one of the values is not known."""
+    values = list(values)
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
 
 
 def _quiet_s(outer: list[Span], inner: list[Span]) -> float:
@@ -202,25 +208,19 @@ def _wall_s(spans: list[Span]) -> float:
     return sum(span.dur_us for span in spans) / 1e6
 
 
-def _means(by_step: dict[int, list[Work]], num_steps: int) -> list[Work]:
+def _means(works: list[Work], num_steps: int) -> list[Work]:
     """Return the work of each process, a mean per step."""
     of_process: dict[str, list[Work]] = defaultdict(list)
-    for work in (work for works in by_step.values() for work in works):
+    for work in works:
         of_process[work.process].append(work)
     means: list[Work] = []
-    for process, works in of_process.items():
-        total_s = sum((work.seconds for work in works), Counter[str]())
-        cpu = [work.cpu_s for work in works if work.cpu_s is not None]
-        tokens = [work.tokens for work in works if work.tokens is not None]
-        means.append(
-            Work(
-                process,
-                Counter({what: spent_s / num_steps for what, spent_s in total_s.items()}),
-                cpu_s=sum(cpu) / num_steps if len(cpu) == len(works) else None,
-                tokens=sum(tokens) / num_steps if tokens else None,
-                num_units=sum(work.num_units for work in works) / num_steps,
-            )
-        )
+    for process, mine in of_process.items():
+        total_s = sum((work.seconds for work in mine), Counter[str]())
+        cpu_s, tokens = _total(work.cpu_s for work in mine), _total(work.tokens for work in mine)
+        mean = Work(process, Counter({what: spent_s / num_steps for what, spent_s in total_s.items()}),
+                    cpu_s and cpu_s / num_steps, tokens and tokens / num_steps,
+                    sum(work.num_units for work in mine) / num_steps)  # fmt: skip
+        means.append(mean)
     return means
 
 

@@ -1,7 +1,6 @@
 """What traces of PyTorch's profiler say of one process: which operators took the time, and how much was communication.
 
-A trace is one JSON object: a few keys, then `traceEvents`. It is read event by event, so that a file of gigabytes
-needs no more memory than a small one. Of traces with GPU kernels HolisticTraceAnalysis says where the GPU's time went.
+Of traces with GPU kernels HolisticTraceAnalysis says where the GPU's time went.
 """
 
 import gzip
@@ -9,7 +8,7 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,6 @@ from pellucid.observe.report.stage_work import Interval, clip, length, union
 
 TOP_KERNELS = 10
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
-_CHUNK_CHARS = 1 << 20
-_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
-_BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
-_SEPARATORS = re.compile(r"[\s,]*")
 _COMMUNICATION = re.compile(r"^(c10d::|gloo:|nccl|record_param_comms|hccl)", re.IGNORECASE)
 
 
@@ -84,43 +79,18 @@ class KernelTime:
     mean_s: float
 
 
-def open_trace(path: Path) -> tuple[float, Iterator[dict[str, Any]]]:
+def open_trace(path: Path) -> tuple[float, list[dict[str, Any]]]:
     """Return what is added to a trace's times to get microseconds since 1970, and its events in the order of the file.
 
     Raises:
-        TraceError: it is no trace. The events raise it where the file ends before they do.
+        TraceError: it is no trace, or not whole.
     """
-    chunks, head = _chunks(path), ""
-    while (found := _EVENTS.search(head)) is None:
-        head += next(chunks)
-    base = _BASE.search(head)
-    return int(base[1]) / 1e3 if base else 0.0, _events(chunks, head[found.end() :])
-
-
-def _chunks(path: Path) -> Iterator[str]:
-    """Yield a file's text, and raise TraceError at its end: whoever reads a trace stops before."""
     try:
         with gzip.open(path, "rt", errors="replace") if path.suffix == ".gz" else path.open(errors="replace") as file:
-            while text := file.read(_CHUNK_CHARS):
-                yield text
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path}: {error}") from error
-    raise TraceError(f"{path} ends before its events do")
-
-
-def _events(chunks: Iterator[str], text: str) -> Iterator[dict[str, Any]]:
-    decoder, at = json.JSONDecoder(), 0
-    while True:
-        if separators := _SEPARATORS.match(text, at):
-            at = separators.end()
-        if text.startswith("]", at):
-            return
-        try:
-            event, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError:  # the rest of it is in the next chunk
-            text, at = text[at:] + next(chunks), 0
-        else:
-            yield event
+            trace = json.load(file)
+        return trace.get("baseTimeNanoseconds", 0) / 1e3, trace["traceEvents"]
+    except (EOFError, gzip.BadGzipFile, json.JSONDecodeError, KeyError) as error:
+        raise TraceError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def read_capture(file: ProfileFile, path: Path) -> Capture:

@@ -15,7 +15,6 @@ from pellucid.observe.report.stage_work import (
     BUSY,
     IN_MICRO_BATCHES,
     IN_MINI_BATCHES,
-    NO_CORE,
     OUTSIDE,
     OUTSIDE_UNITS,
     RewardCalls,
@@ -188,38 +187,33 @@ def _stalls(report: Report) -> Iterator[Finding]:
     The culprit waits outside of its units of work while the others wait in theirs; captures tell more.
     """
     for stage in report.stages:
-        if stage.name in NOT_COMPUTE:
+        works = stage.processes
+        if stage.name in NOT_COMPUTE or not works:
             continue
-        captured = _captured_culprit(report, stage.name)
-        found: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
-        for step, works in stage.works.items():
-            longest_s = max(work.wall_s for work in works)
-            still_s = min(longest_s - work.seconds[BUSY] - work.seconds[NO_CORE] for work in works)
-            culprits = [work.process for work in works if len(works) == 1 or work.idle_s >= still_s / 2]
-            culprits = culprits or captured
-            if still_s > longest_s * (STALL_SHARE if culprits else UNKNOWN_STALL_SHARE):
-                found[tuple(culprits or (work.process for work in works))][step] = still_s
-        for culprits, still in found.items():
-            lost_s, longest = sum(still.values()) / len(report.timeline.steps), max(still, key=still.__getitem__)
-            if lost_s < MIN_LOSS_SHARE * report.timeline.step_s:
-                continue
-            who = " and ".join(culprits)
-            first = next(work for work in stage.processes if work.process == culprits[0])
-            waits = {place: first.seconds[place] for place in (IN_MICRO_BATCHES, IN_MINI_BATCHES, OUTSIDE_UNITS)}
-            places = [place for place, waited_s in waits.items() if waited_s >= max(waits.values()) / 2]
-            unknown = "" if len(culprits) == 1 else " (spans do not say for which of them the others wait)"
-            yield Finding(
-                kind="stall",
-                stage=stage.name,
-                where=who,
-                lost_s=lost_s,
-                sentence=f"{stage.name} stands still for {seconds(lost_s)} of each step in {who}{unknown}, "
-                f"{' and '.join(places)}: in {len(still)} of {len(report.timeline.steps)} steps, the longest "
-                f"{seconds(still[longest])} in step {longest}{_captured_gap(report, stage.name, who)}.",
-                remedy="Something blocks there on the host: a sleep, a lock, a file, a network call, or slow "
-                "communication. Dump the stacks while it runs (py-spy dump --pid), or capture the stage on all ranks "
-                "with the torch tool and contents [cpu, stack].",
-            )
+        lost_s = sum(stage.still_s.values()) / len(report.timeline.steps)
+        culprits = [work.process for work in works if len(works) == 1 or work.idle_s >= lost_s / 2]
+        culprits = culprits or _captured_culprit(report, stage.name)
+        least_s = stage.mean_s * (STALL_SHARE if culprits else UNKNOWN_STALL_SHARE)
+        if lost_s <= max(least_s, MIN_LOSS_SHARE * report.timeline.step_s):
+            continue
+        culprits = culprits or [work.process for work in works]
+        who, longest = " and ".join(culprits), max(stage.still_s, key=stage.still_s.__getitem__)
+        first = next(work for work in works if work.process == culprits[0])
+        waits = {place: first.seconds[place] for place in (IN_MICRO_BATCHES, IN_MINI_BATCHES, OUTSIDE_UNITS)}
+        places = [place for place, waited_s in waits.items() if waited_s >= max(waits.values()) / 2]
+        unknown = "" if len(culprits) == 1 else " (spans do not say for which of them the others wait)"
+        yield Finding(
+            kind="stall",
+            stage=stage.name,
+            where=who,
+            lost_s=lost_s,
+            sentence=f"{stage.name} stands still for {seconds(lost_s)} of each step in {who}{unknown}, "
+            f"{' and '.join(places)}, the longest {seconds(stage.still_s[longest])} in step {longest}"
+            f"{_captured_gap(report, stage.name, who)}.",
+            remedy="Something blocks there on the host: a sleep, a lock, a file, a network call, or slow "
+            "communication. Dump the stacks while it runs (py-spy dump --pid), or capture the stage on all ranks "
+            "with the torch tool and contents [cpu, stack].",
+        )
 
 
 def _captured_culprit(report: Report, stage: str) -> list[str]:
