@@ -7,12 +7,13 @@ too.
 import shutil
 import subprocess
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
 
-from pellucid.observe.manifest import Journal, ProfileFailure, ProfileFile, read_journals, shown_path
+from pellucid.observe.manifest import Journal, ProfileFailure, read_journals, shown_path
 from pellucid.observe.nsys_process import AFTER_S, DONE, Recording
 from pellucid.observe.tools.base import Capture, free_path
 
@@ -39,30 +40,21 @@ def note_capture(recording: Recording, capture: Capture) -> Path:
 
 
 @cache
-def importer() -> Path | None:
+def importer() -> str | None:
     """Return the program that makes a report of what nsys collected; None where it is not installed.
 
-    Debian puts it where its own nsys does not look for it, so it is looked for beside every link on the way to nsys.
+    It is beside the folder of nsys itself; Debian puts it where its own nsys does not look for it.
     """
-    on_path = shutil.which("QdstrmImporter")
-    if on_path is not None:
-        return Path(on_path)
-    found = shutil.which("nsys")
-    while found is not None:
-        here = Path(found)
-        for program in sorted(here.parent.parent.glob("host-linux-*/QdstrmImporter")):
-            return program
-        found = str(here.parent / here.readlink()) if here.is_symlink() else None
-    return None
+    nsys, on_path = shutil.which("nsys"), shutil.which("QdstrmImporter")
+    places = [Path(nsys).resolve().parents[1], Path("/usr/lib/nsight-systems")] if nsys else []
+    return on_path or next(
+        (str(found) for place in places for found in place.glob("host-linux-*/QdstrmImporter")), None
+    )
 
 
-@cache
 def report_suffix() -> str:
     """Return the suffix of finished files on this machine."""
-    nsys = shutil.which("nsys")
-    # Without a program to convert it in sight, only an nsys that is a script may know of another place for one.
-    is_script = nsys is not None and Path(nsys).read_bytes()[:2] == b"#!"
-    return REPORT if importer() is not None or is_script else UNCONVERTED
+    return REPORT if importer() is not None else UNCONVERTED
 
 
 def finish(folder: Path, journals: Path) -> tuple[list[Path], list[str]]:
@@ -80,61 +72,45 @@ def finish(folder: Path, journals: Path) -> tuple[list[Path], list[str]]:
     while time.monotonic() < deadline and not all((folder / (note.process + DONE)).exists() for note in notes):
         time.sleep(POLL_S)
     known = {file.path: file for file in read_journals(journals)[0]}
-    files, problems = list[Path](), list[str]()
-    for process in sorted({note.process for note in notes}):
-        journal = Journal(journals, process)
-        for number, note in enumerate((note for note in notes if note.process == process), 1):
-            try:
-                path = _place(folder, number, note, problems)
-            except OSError as error:
-                problems.append(f"{note.path} cannot be written ({error}); what nsys wrote stays in {folder}")
-                return files, problems
-            if path is None:
-                what = f"nsys wrote no file of {note.stage or 'the step'}: {Path(note.path).name}"
-                problems.append(f"step {note.step}, {process}: {what}")
-                journal.add(ProfileFailure(what, note.step, note.stage, note.role, note.rank, "nsys", process))
-                continue
-            files.append(path)
-            shown = shown_path(path, journals.parent)
-            # What the process itself wrote when the capture ended, if it came to that.
-            more = {"units": known[shown].units, "duration_s": known[shown].duration_s} if shown in known else {}
-            journal.add(replace(note, path=shown, bytes=path.stat().st_size, **more))
+    files, problems, captures = list[Path](), list[str](), Counter[str]()
+    for note in notes:
+        process, journal = note.process, Journal(journals, note.process)
+        captures[process] += 1
+        # With one capture nsys leaves its number out.
+        names = [f"{process}.{captures[process]}", *[process] * (captures[process] == 1)]
+        raws = (folder / f"{name}{suffix}" for name in names for suffix in (REPORT, UNCONVERTED))
+        raw = next((path for path in raws if path.exists()), None)
+        if raw is None:
+            what = f"nsys wrote no file of {note.stage or 'the step'}: {Path(note.path).name}"
+            problems.append(f"step {note.step}, {process}: {what}")
+            journal.add(ProfileFailure(what, note.step, note.stage, note.role, note.rank, "nsys", process))
+            continue
+        if raw.suffix == UNCONVERTED:
+            raw = _convert(raw, problems)
+        path = free_path(Path(note.path).with_suffix(raw.suffix))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.append(Path(shutil.move(raw, path)))
+        shown = shown_path(path, journals.parent)
+        # What the process itself wrote when the capture ended, if it came to that.
+        more = {"units": known[shown].units, "duration_s": known[shown].duration_s} if shown in known else {}
+        journal.add(replace(note, path=shown, bytes=path.stat().st_size, **more))
     shutil.rmtree(folder)  # what is left was recorded before the first step to profile
     return files, problems
 
 
-def _place(folder: Path, number: int, note: ProfileFile, problems: list[str]) -> Path | None:
-    """Move the raw file of a process's capture to its place, converted if that is still to be done; None: there is
-    none.
-    """
-    names = [f"{note.process}.{number}", note.process] if number == 1 else [f"{note.process}.{number}"]
-    raws = (folder / f"{name}{suffix}" for name in names for suffix in (REPORT, UNCONVERTED))
-    raw = next((path for path in raws if path.exists()), None)
-    if raw is None:
-        return None
-    if raw.suffix == UNCONVERTED:
-        raw = _convert(raw, problems)
-    path = free_path(Path(note.path).with_suffix(raw.suffix))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(raw, path)
-    return path
-
-
 def _convert(raw: Path, problems: list[str]) -> Path:
     """Make a report of what nsys collected and could not convert itself, or leave it as it is, and say so."""
-    program, report = importer(), raw.with_suffix(REPORT)
-    if program is None:
-        why = "there is no QdstrmImporter here"
-    else:
+    program, report, why = importer(), raw.with_suffix(REPORT), "there is no QdstrmImporter here"
+    if program is not None:
         command = [program, "--force-overwrite", "--input-file", raw, "--output-file", report]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_S, check=False)
-            why = "" if report.exists() else f"QdstrmImporter ended with status {done.returncode}: {done.stderr[-200:]}"
-        except subprocess.TimeoutExpired:
-            why = f"QdstrmImporter took longer than {CONVERT_S:.0f} s"
-    if not why:
-        return report
-    how = "convert it on a machine with Nsight Systems: QdstrmImporter --input-file FILE"
-    if not any(why in said for said in problems):
-        problems.append(f"files stay as nsys collected them ({UNCONVERTED}): {why}; {how}")
+            why = f"QdstrmImporter ended with status {done.returncode}: {done.stderr[-200:]}"
+        except subprocess.TimeoutExpired as error:
+            why = str(error)
+        if report.exists():
+            return report
+    how = "convert them on a machine with Nsight Systems: QdstrmImporter --input-file FILE"
+    if (problem := f"files stay as nsys collected them ({UNCONVERTED}): {why}; {how}") not in problems:
+        problems.append(problem)
     return raw

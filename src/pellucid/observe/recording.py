@@ -33,8 +33,8 @@ _INJECTED = ("QUADD_", "NSYS_", "NVTX_INJECTION", "CUDA_INJECTION", "CUBLAS_NVTX
 
 
 def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
-    """Run `pellucid` with these arguments under nsys, if the config wants this process recorded and nothing records it
-    yet.
+    """Run `pellucid train` with these arguments under nsys, if the config wants this process recorded and nothing
+    records it yet.
 
     Returns:
         The exit status of that run, whose files are in place; None: the caller is to go on itself, unrecorded where
@@ -57,7 +57,7 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
     if status is None and local:  # Ray's ranks would inherit it
         os.environ[PROBLEM] = problem  # for `check_tools`
     elif problem:
-        _say_problem(problem)
+        _say_problems([problem])
     # Otherwise the run did not come to a profiled step, and what earlier starts left has been dealt with.
     if captured:
         finish(config, run_dir, since=began)
@@ -97,16 +97,16 @@ def _raw_folder(config: RunConfig, run_dir: Path) -> Path:
 def _finish_files(raw: Path, run_dir: Path) -> bool:
     """Put the files of nsys in place, say where they are, and return whether anything was captured."""
     files, problems = nsys_files.finish(raw, manifest_folder(run_dir) / JOURNALS)
-    for problem in problems:
-        _say_problem(problem)
+    _say_problems(problems)
     if files:
         places = ", ".join(dict.fromkeys(str(path.parent) for path in files))
         console.print(f"nsys wrote {len(files)} files into {places}", markup=False, soft_wrap=True)
     return bool(files or problems)
 
 
-def _say_problem(problem: str) -> None:
-    error_console.print(f"profiling: {problem}", style="red", markup=False)
+def _say_problems(problems: list[str]) -> None:
+    for problem in problems:
+        error_console.print(f"profiling: {problem}", style="red", markup=False)
 
 
 class RecordedRanks:
