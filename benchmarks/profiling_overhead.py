@@ -21,9 +21,9 @@ import torch
 
 from common import Setup, parser, report
 from pellucid.agents.single_turn import sample_rollouts
-from pellucid.config.schema.profiler import GlobalProfilerConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig, ScheduleConfig
 from pellucid.observe.process import ProcessProfiler
-from pellucid.observe.request import ProcessRequest, RoleRequest, Window
+from pellucid.observe.request import ProcessRequest, RoleRequest
 from pellucid.observe.spans import SpanRecorder
 from pellucid.rollout.requests import SamplingParams
 from pellucid.stages import NO_PROBE, Stage, TokenSpans, Unit
@@ -38,9 +38,9 @@ ROLES = {"rollout": STAGES[:1], "actor": (STAGES[1], STAGES[3]), "ref": STAGES[2
 
 def window_request(folder: Path) -> ProcessRequest:
     """Return the request of one unit of every stage, in every step."""
-    unit = {stage: Unit.DECODE_STEP if stage is Stage.ROLLOUT_GENERATE else Unit.MICRO_BATCH for stage in STAGES}
+    unit = {stage: "decode_step" if stage is Stage.ROLLOUT_GENERATE else "micro_batch" for stage in STAGES}
     roles = {
-        role: RoleRequest("torch", folder, windows={stage: Window(unit[stage], wait=1) for stage in stages})
+        role: RoleRequest("torch", folder, windows={stage: ScheduleConfig(unit[stage], wait=1) for stage in stages})
         for role, stages in ROLES.items()
     }
     config = GlobalProfilerConfig(steps=list(range(1, 1000)))

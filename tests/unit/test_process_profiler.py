@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pellucid.config.schema.profiler import GlobalProfilerConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig, ScheduleConfig
 from pellucid.errors import UserError
 from pellucid.observe.manifest import Manifest, read_journals
 from pellucid.observe.process import ProcessProfiler, ProfilerError
-from pellucid.observe.request import ProcessRequest, RoleRequest, Window
+from pellucid.observe.request import TO_THE_END, ProcessRequest, RoleRequest
 from pellucid.observe.spans import FIRST_TASK_ROW, SpanRecorder
 from pellucid.observe.tools import TOOLS, TensorTool, tool_class
 from pellucid.observe.tools.torch_trace import TorchTool
@@ -137,7 +137,7 @@ def test_neighbouring_steps_share_a_capture_where_that_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_a_window_holds_exactly_its_units(tmp_path, warmup):
-    window = Window(Unit.MICRO_BATCH, skip_first=1, warmup=warmup, active=2, repeat=1)
+    window = ScheduleConfig("micro_batch", skip_first=1, warmup=warmup, active=2, repeat=1)
     profiler, said = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     run_steps(profiler, range(1, 4), units=7)
     [path] = files(tmp_path)
@@ -147,7 +147,7 @@ def test_a_window_holds_exactly_its_units(tmp_path, warmup):
 
 
 def test_each_cycle_is_a_file(tmp_path):
-    window = Window(Unit.MICRO_BATCH, wait=1, active=2, repeat=2)
+    window = ScheduleConfig("micro_batch", wait=1, active=2, repeat=2)
     profiler, _ = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     run_steps(profiler, range(2, 3), units=9)
     assert [ranges(path)["micro_batch"] for path in files(tmp_path)] == [2, 2]
@@ -156,7 +156,7 @@ def test_each_cycle_is_a_file(tmp_path):
 
 @pytest.mark.parametrize(("units", "num_files"), [(2, 0), (4, 1)])
 def test_a_stage_too_short_for_its_window_is_said(tmp_path, units, num_files):
-    window = Window(Unit.MICRO_BATCH, skip_first=3, active=2)
+    window = ScheduleConfig("micro_batch", skip_first=3, active=2)
     profiler, said = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     run_steps(profiler, range(2, 3), units=units)
     assert len(files(tmp_path)) == num_files
@@ -164,14 +164,14 @@ def test_a_stage_too_short_for_its_window_is_said(tmp_path, units, num_files):
 
 
 def test_cycles_that_are_missing_are_said(tmp_path):
-    window = Window(Unit.MICRO_BATCH, active=2, repeat=3)
+    window = ScheduleConfig("micro_batch", active=2, repeat=3)
     profiler, said = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     run_steps(profiler, range(2, 3), units=5)
     assert len(files(tmp_path)) == 3 and "asks for 6 units, and the stage has only 5" in said[0]
 
 
 def test_a_stage_that_an_exception_ends_is_not_called_short(tmp_path):
-    window = Window(Unit.MICRO_BATCH, active=4)
+    window = ScheduleConfig("micro_batch", active=4)
     profiler, said = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}), strict=True)
     with pytest.raises(ZeroDivisionError):
         fail_in_a_stage(profiler)
@@ -179,7 +179,7 @@ def test_a_stage_that_an_exception_ends_is_not_called_short(tmp_path):
 
 
 def test_other_units_and_other_stages_do_not_count(tmp_path):
-    window = Window(Unit.MINI_BATCH, active=1)
+    window = ScheduleConfig("mini_batch", active=1)
     profiler, _ = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     with in_step(profiler, 2):
         with profiler.stage(Stage.ACTOR_COMPUTE_LOG_PROB, 2), profiler.unit(Unit.MINI_BATCH):
@@ -234,7 +234,7 @@ def test_the_last_step_of_the_run_is_written_though_the_next_would_share_its_cap
 
 
 def test_passes_of_an_update_outside_of_a_mini_batch_do_not_count(tmp_path):
-    window = Window(Unit.MICRO_BATCH)
+    window = ScheduleConfig("micro_batch")
     profiler, _ = make(tmp_path, role_of(tmp_path, windows={Stage.ACTOR_UPDATE: window}))
     with in_step(profiler, 2), profiler.stage(Stage.ACTOR_UPDATE, 2):
         with profiler.unit(Unit.MICRO_BATCH):
@@ -467,7 +467,7 @@ def test_a_tool_that_records_the_process_records_one_stage_at_a_time_and_that_is
 
 @pytest.mark.parametrize("in_threads", [True, False])
 def test_units_count_for_the_window_of_the_stage_of_their_task(tmp_path, in_threads):
-    actor = {Stage.ACTOR_UPDATE: Window(Unit.MICRO_BATCH, active=None)}
+    actor = {Stage.ACTOR_UPDATE: ScheduleConfig("micro_batch", active=TO_THE_END)}
     profiler, said = two_roles(tmp_path, "torch", actor=actor, rollout={})
     if in_threads:
         overlapping(profiler, STEPS | {Stage.ROLLOUT_GENERATE: 1}, UNITS)

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Protocol
 
 from pellucid.config.schema import RunConfig
-from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig
+from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig, ScheduleConfig
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
 from pellucid.observe.manifest import JOURNALS, MANIFEST, Manifest, ProfileFailure, manifest_folder, read_journals
 from pellucid.observe.process import WRITE, ProcessProfiler, ProfilerError
-from pellucid.observe.request import PRECISION_DEBUGGER, ProcessRequest, RoleRequest, Window, is_strict
+from pellucid.observe.request import PRECISION_DEBUGGER, TO_THE_END, ProcessRequest, RoleRequest, is_strict
 from pellucid.observe.tables import size
 from pellucid.observe.tools import ToolSettings, tool_class
-from pellucid.stages import Stage, Unit, stages_of
+from pellucid.stages import Stage, stages_of
 
 POOL = "policy"
 """What captures of whole steps are called after where one process holds all roles; under Ray, the policy's pool."""
@@ -91,17 +91,14 @@ def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], ran
     return requests
 
 
-def _windows(role: str, section: ProfilerConfig) -> dict[Stage, Window]:
+def _windows(role: str, section: ProfilerConfig) -> dict[Stage, ScheduleConfig]:
     """Return the stages of a role that are sampled, with their windows."""
-    schedule, torch = section.schedule, section.tool_config.torch
+    torch = section.tool_config.torch
     if section.has_torch_window and role in ("actor", "critic"):
-        active = None if torch.step_end is None else torch.step_end - torch.step_start
+        active = TO_THE_END if torch.step_end is None else torch.step_end - torch.step_start
         update = Stage.ACTOR_UPDATE if role == "actor" else Stage.CRITIC_UPDATE
-        return {update: Window(Unit.MINI_BATCH, skip_first=torch.step_start, active=active)}
-    window = Window(
-        Unit(schedule.unit), schedule.skip_first, schedule.wait, schedule.warmup, schedule.active, schedule.repeat
-    )
-    return {stage: window for stage in stages_of(role) if stage in schedule.stages}
+        return {update: ScheduleConfig("mini_batch", skip_first=torch.step_start, active=active)}
+    return {stage: section.schedule for stage in stages_of(role) if stage in section.schedule.stages}
 
 
 def check_tools(config: RunConfig) -> None:

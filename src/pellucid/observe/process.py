@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from pellucid.config.schema.profiler import ScheduleConfig
 from pellucid.errors import RunFailedError, UserError
 from pellucid.observe.manifest import Journal, ProfileFailure, ProfileFile, plain_files, shown_path
-from pellucid.observe.request import ProcessRequest, RoleRequest, Window
+from pellucid.observe.request import ProcessRequest, RoleRequest, num_units, unit_action
 from pellucid.observe.spans import SpanRecorder
 from pellucid.observe.tables import size
 from pellucid.observe.tools import Capture, KeptInPartError, TensorTool, Tool, tool_class
@@ -64,7 +65,7 @@ class _StageRun:
     step: int
     role: RoleRequest | None
     """Whose settings ask for captures of the stage; None: nobody's."""
-    window: Window | None = None
+    window: ScheduleConfig | None = None
     """Which units are captured; None: all of the stage."""
     opened: _Open | None = None
     """Its own capture."""
@@ -250,14 +251,14 @@ class ProcessProfiler:
         Of an update's passes only those within a mini-batch do: some losses take one more, forward alone, to choose
         tokens.
         """
-        if run.window is None or run.window.unit is not unit:
+        if run.window is None or run.window.unit != unit:
             return False
         return unit is not Unit.MICRO_BATCH or run.in_mini_batch or Unit.MINI_BATCH not in UNITS_OF[run.stage]
 
     def _begin_unit(self, run: _StageRun) -> str:
         """Begin what the stage's schedule has for the next unit, and return its action."""
         assert run.role is not None and run.window is not None
-        number, action = run.num_units, run.window.action(run.num_units)
+        number, action = run.num_units, unit_action(run.window, run.num_units)
         run.num_units += 1
         if action == "NONE" or run.failed:
             return action
@@ -276,10 +277,10 @@ class ProcessProfiler:
         """End the capture of a cycle of units, if there is one."""
         assert run.window is not None
         opened, run.opened = run.opened, None
-        units = {"unit": str(run.window.unit), "first": run.first_unit}
+        units = {"unit": run.window.unit, "first": run.first_unit}
         run.files += self._end(opened, units | {"count": run.num_units - run.first_unit})
 
-    def _end_window(self, run: _StageRun, window: Window) -> None:
+    def _end_window(self, run: _StageRun, window: ScheduleConfig) -> None:
         """The stage has ended: add to its files how many units it had, and say so if that was before the window's
         end.
         """
@@ -290,10 +291,10 @@ class ProcessProfiler:
             assert file.units is not None
             file.units["of"] = run.num_units
             self._write_down(file)
-        if run.num_units < window.num_units and not run.failed:
+        if run.num_units < num_units(window) and not run.failed:
             ended = "ended early, after" if early else "has only"
             capture = self._capture(run.role, ROLE_OF[run.stage], run.step, run.stage)
-            asked = f"the schedule of {window.unit} asks for {window.num_units} units"
+            asked = f"the schedule of {window.unit} asks for {num_units(window)} units"
             with self._guarded("", capture, run.role):
                 raise _LeftOutError(f"{asked}, and the stage {ended} {run.num_units}")
 

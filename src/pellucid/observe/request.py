@@ -3,49 +3,40 @@
 `observe/captures.py` makes it from the config, for the controller and for each rank; `process.py` acts on it.
 """
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pellucid.config.schema.profiler import GlobalProfilerConfig, RoleToolConfig
+from pellucid.config.schema.profiler import GlobalProfilerConfig, RoleToolConfig, ScheduleConfig
 from pellucid.observe.tools.base import ToolSettings
-from pellucid.stages import Stage, Unit
+from pellucid.stages import Stage
 
 PRECISION_DEBUGGER = "precision_debugger"
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Which units of a stage are captured: cycles of `wait`, `warmup` and `active` ones after `skip_first`."""
+TO_THE_END = sys.maxsize
+"""Units that are captured, of a window that ends with its stage."""
 
-    unit: Unit
-    skip_first: int = 0
-    wait: int = 0
-    warmup: int = 0
-    active: int | None = 1
-    """None: to the end of the stage."""
-    repeat: int = 1
-    """Cycles; 0 goes on to the end of the stage."""
 
-    def action(self, number: int) -> str:
-        """Return what happens during a unit, counted from 0, in torch's words: NONE, WARMUP, RECORD, or in the last one
-        of a cycle RECORD_AND_SAVE.
-        """
-        number, idle = number - self.skip_first, self.wait + self.warmup
-        cycle, position = (0, number) if self.active is None else divmod(number, idle + self.active)
-        if number < 0 or position < self.wait or (self.repeat and cycle >= self.repeat):
-            return "NONE"
-        if position < idle:
-            return "WARMUP"
-        is_last = self.active is not None and position == idle + self.active - 1
-        return "RECORD_AND_SAVE" if is_last else "RECORD"
+def unit_action(window: ScheduleConfig, number: int) -> str:
+    """Return what happens during a unit, counted from 0, in torch's words: NONE, WARMUP, RECORD, or in the last one of
+    a cycle RECORD_AND_SAVE.
+    """
+    idle = window.wait + window.warmup
+    cycle, position = divmod(number - window.skip_first, idle + window.active)
+    if cycle < 0 or position < window.wait or (window.repeat and cycle >= window.repeat):
+        return "NONE"
+    if position < idle:
+        return "WARMUP"
+    return "RECORD_AND_SAVE" if position == idle + window.active - 1 else "RECORD"
 
-    @property
-    def num_units(self) -> int:
-        """Units that a stage must have for all that is asked for; of cycles without end, for the first."""
-        if self.active is None:
-            return self.skip_first + 1
-        return self.skip_first + max(self.repeat, 1) * (self.wait + self.warmup + self.active)
+
+def num_units(window: ScheduleConfig) -> int:
+    """Return how many units a stage must have for all that is asked for; of cycles without end, for the first."""
+    if window.active == TO_THE_END:
+        return window.skip_first + 1
+    return window.skip_first + max(window.repeat, 1) * (window.wait + window.warmup + window.active)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,7 @@ class RoleRequest:
     """Where the files go."""
     discrete: bool = False
     """A capture for each stage instead of one for the whole step."""
-    windows: dict[Stage, Window] = field(default_factory=dict)
+    windows: dict[Stage, ScheduleConfig] = field(default_factory=dict)
     """Stages of which a few units are captured."""
     options: RoleToolConfig = field(default_factory=RoleToolConfig)
     stages: frozenset[Stage] | None = None
