@@ -19,8 +19,8 @@ from pellucid.config.schema import RunConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig, ScheduleConfig
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
-from pellucid.observe.manifest import JOURNALS, MANIFEST, Manifest, ProfileFailure, manifest_folder, read_journals
-from pellucid.observe.process import WRITE, ProcessProfiler, ProfilerError
+from pellucid.observe.manifest import JOURNALS, MANIFEST, Manifest, manifest_folder, read_journals
+from pellucid.observe.process import WRITE, ProcessProfiler
 from pellucid.observe.request import PRECISION_DEBUGGER, TO_THE_END, ProcessRequest, RoleRequest, is_strict
 from pellucid.observe.tables import size
 from pellucid.observe.tools import ToolSettings, tool_class
@@ -178,8 +178,8 @@ class RunProfiler:
         self._requests = [*own, *ranks.profile_requests]
         self._steps = set[int]()
         """The steps that are profiled in this start of the run."""
-        self._unwritten: dict[int, set[Stage]] = {}
-        """Steps whose captures are not in the manifest yet, and the stages that ran in them."""
+        self._unwritten: list[int] = []
+        """Steps whose captures are not in the manifest yet."""
         if self._requests:
             self._steps = {step for step in config.global_profiler.steps or () if first_step <= step <= total_steps}
             Manifest.read(self.folder)  # a damaged one is better said now than after the first profiled step
@@ -223,31 +223,23 @@ class RunProfiler:
         """Write what was captured of a step; each part of it is tried, whatever happens in the others."""
         goes_on = self._config.global_profiler.profile_continuous_steps and step + 1 in self._steps
         last = failed or not goes_on
-        self._unwritten[step] = self.process.stages_of_step(step)
+        self._unwritten.append(step)
         with ExitStack() as parts, self.process.spans.detail(WRITE, step=step):
             if last:
-                parts.callback(self._write_manifest, failed=failed)
+                parts.callback(self._write_manifest)
             parts.callback(self._ranks.end_profiled_step, step, last=last)
             parts.callback(self.process.end_step, step, last=last)
 
-    def _write_manifest(self, *, failed: bool) -> None:
-        """Write the manifest, and say what is new in it: files and sizes, and what went wrong.
-
-        Raises:
-            ProfilerError: something is missing, and `global_profiler.strict` is set; not where the step has `failed`
-                anyhow.
-        """
-        done, self._unwritten = self._unwritten, {}
+    def _write_manifest(self) -> None:
+        """Write the manifest, and say what is new in it: files and sizes, and what went wrong on the ranks."""
+        done, self._unwritten = self._unwritten, []
         known = Manifest.read(self.folder).failures
         manifest = make_manifest(self._config, self.folder, done)
-        missing = [] if failed else list(self._missing(done, manifest))
-        manifest.failures += missing
-        manifest.complete = manifest.complete and not missing
         path = _write(manifest, self.folder)
         for failure in manifest.failures:
-            if failure not in known and (failure.process != "controller" or failure.missing):
+            if failure not in known and failure.process != "controller":  # the controller's own were said at once
                 what = f"profiling: {failure.process}, step {failure.step}: {failure.reason}"
-                error_console.print(what, style="red", markup=False)  # the controller's own were said at once
+                error_console.print(what, style="red", markup=False)
         if new := [file for file in manifest.files if file.step in done]:
             num_bytes = sum(file.bytes or 0 for file in new)
             left = [step for step in self._steps if step > max(done)]
@@ -258,44 +250,6 @@ class RunProfiler:
                 more += f"; {late} are written when the run is over"
             said = f"profiled step {', '.join(map(str, done))}: {len(new)} files, {size(num_bytes)}{more} ({path})"
             console.print(said, markup=False, soft_wrap=True)
-        if missing and self._config.global_profiler.strict:
-            raise ProfilerError(f"{missing[0].reason} (global_profiler.strict ends the run)")
-
-    def _missing(self, done: dict[int, set[Stage]], manifest: Manifest) -> Iterator[ProfileFailure]:
-        """Yield a failure for each capture that was asked for, gave no file, and left no word why; stages that a
-        schedule names are asked for whether they ran or not.
-        """
-        known = {(entry.process, entry.step, entry.stage) for entry in (*manifest.files, *manifest.failures)}
-        ended = {(failure.process, failure.tool) for failure in manifest.failures if failure.final}
-        for step, ran in done.items():
-            for request in self._requests:
-                wanted: list[tuple[str, Stage | None, RoleRequest]] = [
-                    (name, stage, role)
-                    for name, role in request.roles.items()
-                    for stage in stages_of(name)
-                    if role.captures(stage) and (stage in role.windows or stage in ran)
-                ]
-                is_shared = request.config.profile_continuous_steps and step != min(done)
-                if (whole := request.whole_step) is not None and not is_shared:
-                    wanted.append((request.group, None, whole))
-                for name, stage, role in wanted:
-                    process = request.process
-                    if (process, step, stage) in known or (process, role.tool) in ended:
-                        continue
-                    if stage is None or stage in ran:
-                        reason = f"no file of {stage or 'the step'}: the process ended before it was written"
-                    else:
-                        why = _WHY_NOT.get(stage, "")
-                        reason = f"no file of {stage}: the stage did not run in this step. {why}".rstrip()
-                    yield ProfileFailure(reason, step, stage, name, request.rank, role.tool, process, missing=True)
-
-
-_WHY_NOT = {
-    Stage.ACTOR_COMPUTE_LOG_PROB: (
-        "With one mini-batch and one epoch the update's own forward pass gives the old log-probs."
-    ),
-    Stage.ACTOR_UPDATE: "The policy rests during trainer.critic_warmup.",
-}
 
 
 def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) -> Manifest:
@@ -306,8 +260,6 @@ def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) ->
     steps = sorted({*before.profiled, *profiled})
     here = socket.gethostname()
     kept = [file for file in files if file.bytes is None or file.host != here or (folder / file.path).exists()]
-    # What only the controller noticed is in no journal; it no longer holds for steps that were run again.
-    failures += [failure for failure in before.failures if failure.missing and failure.step not in profiled]
     complete = set(requested) <= set(steps) and not failures and all(file.bytes is not None for file in kept)
     request: dict[str, object] = {"global_profiler": dataclasses.asdict(config.global_profiler)}
     request |= {name: dataclasses.asdict(section) for name, section in config.profilers.items() if section.enable}

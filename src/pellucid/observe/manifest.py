@@ -60,8 +60,6 @@ class ProfileFailure:
     process: str
     final: bool = False
     """Nothing more is captured with this tool, or in this process."""
-    missing: bool = False
-    """The process said nothing: the controller found no file."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 WRITE = "write_profile"
 """Span of what profiling itself takes: to start tools, and to write files."""
+
+
+_WHY_ABSENT = {
+    Stage.ACTOR_COMPUTE_LOG_PROB: "With one mini-batch and one epoch the update's own pass gives the old log-probs.",
+    Stage.ACTOR_UPDATE: "The policy rests during trainer.critic_warmup.",
+}
 
 
 class ProfilerError(RunFailedError):
@@ -110,8 +116,6 @@ class ProcessProfiler:
         """The modules that a stage runs in this process."""
         self.writing = False
         """Whether a tool writes its files at this moment."""
-        self._ran: deque[tuple[int, Stage]] = deque(maxlen=256)
-        """The last stages that ran, and their steps."""
         self._runs: list[_StageRun] = []
         """The stages under way."""
         self._whole: _Open | None = None
@@ -132,10 +136,6 @@ class ProcessProfiler:
         run = _current.get()
         return None if run is None else (run.stage, run.step)
 
-    def stages_of_step(self, step: int) -> set[Stage]:
-        """Return the stages of a step of late that have run."""
-        return {stage for ran_in, stage in self._ran if ran_in == step}
-
     def begin_step(self, step: int) -> None:
         """Begin to capture, if this is one of the steps asked for."""
         request = self.request
@@ -143,13 +143,22 @@ class ProcessProfiler:
             self._whole = self._begin(role, self._capture(role, request.group, step))
 
     def end_step(self, step: int, *, last: bool) -> None:
-        """Write what is captured, unless the next step shares the capture and this one is not the `last` that runs."""
+        """Write what is captured, unless the next step shares the capture and this one is not the `last` that runs.
+
+        Of stages that a schedule names and that have not run it is said why.
+        """
         request = self.request
-        if request is not None and (
-            last or not (request.config.profile_continuous_steps and step + 1 in request.steps)
-        ):
+        if request is None:
+            return
+        if last or not (request.config.profile_continuous_steps and step + 1 in request.steps):
             whole, self._whole = self._whole, None
             self._end(whole)
+        absent = [(role, stage) for role in request.roles.values() for stage in role.windows]
+        for role, stage in absent if step in request.steps and sys.exception() is None else ():
+            if not self._calls[step, stage]:
+                with self._guarded("", self._capture(role, ROLE_OF[stage], step, stage), role):
+                    why = _WHY_ABSENT.get(stage, "")
+                    raise _LeftOutError(f"no file of {stage}: the stage did not run in this step. {why}".rstrip())
 
     def flush(self) -> None:
         """End the captures that are being taken, if there are any: what follows may be the end of the process."""
@@ -161,7 +170,6 @@ class ProcessProfiler:
     def stage(self, stage: Stage, step: int) -> Iterator[None]:
         """Enclose a stage of the calling task: a span, and within profiled steps a capture or a range in one."""
         run, before = _StageRun(stage, step, self._role_of(stage, step)), _current.get()
-        self._ran.append((step, stage))
         self._runs.append(run)
         _current.set(run)
         try:

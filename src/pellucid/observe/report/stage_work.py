@@ -124,12 +124,13 @@ def stage_times(timeline: Timeline) -> list[StageTime]:
                 if name in BETWEEN and after_s and step != timeline.last_step:  # after which no frequency asks for it
                     row(BETWEEN[Stage(name)]).seconds[step] = after_s
                 spans = inside
-            if spans:
-                stage = row(name)
-                stage.seconds[step] = _wall_s(spans)
-                stage.begins_s.append((spans[0].start_us - whole.start_us) / 1e6)
-                covered += ((span.start_us, span.end_us) for span in spans)
-            if spans and name != WRITE:
+            if not spans:
+                continue
+            stage = row(name)
+            stage.seconds[step] = _wall_s(spans)
+            stage.begins_s.append((spans[0].start_us - whole.start_us) / 1e6)
+            covered += ((span.start_us, span.end_us) for span in spans)
+            if name != WRITE:
                 of_step = _works(name, spans, spans_of[step], timeline.ranks)
                 longest_s = max(work.wall_s for work in of_step)
                 stage.still_s[step] = min(longest_s - work.seconds[BUSY] - work.seconds[NO_CORE] for work in of_step)

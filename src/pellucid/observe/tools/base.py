@@ -70,21 +70,10 @@ class Capture:
 
     def file(self, path: str, num_bytes: int | None, tool: str, process: str, started_at: float) -> ProfileFile:
         """Return the manifest's entry of a file of this capture."""
+        what = ("role", "stage", "step", "rank", "num_ranks", "pid", "call", "window")
+        mine = {name: getattr(self, name) for name in what}
         return ProfileFile(
-            path=path,
-            bytes=num_bytes,
-            tool=tool,
-            role=self.role,
-            stage=self.stage,
-            step=self.step,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            pid=self.pid,
-            process=process,
-            host=socket.gethostname(),
-            call=self.call,
-            window=self.window,
-            started_at=started_at,
+            path, num_bytes, tool, process=process, host=socket.gethostname(), started_at=started_at, **mine
         )
 
 
