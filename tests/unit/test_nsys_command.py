@@ -12,11 +12,11 @@ from config_cases import load
 
 from pellucid.config.schema.profiler import GlobalNsysConfig
 from pellucid.errors import UserError
-from pellucid.observe import nsys_command as commands
 from pellucid.observe import nsys_files, recording
 from pellucid.observe.manifest import ProfileFile, read_journals
-from pellucid.observe.nsys_command import nsys_command
 from pellucid.observe.nsys_process import PROBLEM, Recording
+from pellucid.observe.recording import nsys_command
+from pellucid.observe.tools import nsys
 from pellucid.observe.tools.base import Capture
 from pellucid.stages import Stage
 
@@ -76,12 +76,12 @@ def test_that_the_controller_is_not_recorded_says_nothing_of_ranks(
 
 def test_only_a_process_that_is_not_recorded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROBLEM, "no such option")
-    monkeypatch.setattr(commands.shutil, "which", lambda name: name)
-    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(nsys.shutil, "which", lambda name: name)
+    monkeypatch.setattr(nsys.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(UserError, match="no such option"):
-        commands.check_nsys()
-    monkeypatch.setattr(commands, "own_recording", lambda: Recording("raw", None, 1))
-    commands.check_nsys()
+        nsys.check_nsys()
+    monkeypatch.setattr(nsys, "own_recording", lambda: Recording("raw", None, 1))
+    nsys.check_nsys()
 
 
 @pytest.fixture

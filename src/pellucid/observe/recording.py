@@ -3,6 +3,7 @@
 `pellucid train` calls `run_recorded` before it loads anything; the Ray placement starts ranks with `RecordedRanks`.
 """
 
+import importlib.metadata
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from pellucid.config.schema import RunConfig
@@ -18,9 +20,9 @@ from pellucid.errors import UserError
 from pellucid.observe import nsys_files, nsys_process
 from pellucid.observe.captures import controller_request, finish, save_folder
 from pellucid.observe.manifest import JOURNALS, manifest_folder
-from pellucid.observe.nsys_command import DOMAIN, check_nsys, has_cuda, nsys_command
 from pellucid.observe.nsys_process import PROBLEM, VARIABLE, own_recording, record
 from pellucid.observe.request import ProcessRequest
+from pellucid.observe.tools.nsys import CAPTURE_RANGE, DOMAIN, NSYS_KEY, check_nsys
 
 RAW_PREFIX = "nsys-in-progress-"
 """How folders begin in which nsys writes, below `save_path`; one a start of the run, gone when its files have their
@@ -29,6 +31,9 @@ _MAIN = (
     "import sys; sys.argv[0] = 'pellucid'; from pellucid.cli.main import main; "
     "from pellucid.observe.nsys_process import run_and_tell; run_and_tell(main)"
 )
+_OURS = ("output", "force-overwrite", "session-new")
+_GPU_TRACES = ("cuda", "cublas", "cudnn", "cusparse", "cusolver", "cufft", "nvvideo")
+_GPU_OPTIONS = ("cuda", "gpu")
 _INJECTED = ("QUADD_", "NSYS_", "NVTX_INJECTION", "CUDA_INJECTION", "CUBLAS_NVTX", "CUBLASXT_NVTX", "CUPTI_", VARIABLE)
 
 
@@ -145,3 +150,65 @@ def start_unrecorded_children() -> None:
     libraries = os.environ.pop("LD_PRELOAD", "").split(":")
     if kept := [path for path in libraries if path and "nsight" not in path and "nsys" not in path]:
         os.environ["LD_PRELOAD"] = ":".join(kept)
+
+
+def nsys_command(
+    options: Mapping[str, str | int | bool | None], field_name: str, *, cuda: bool
+) -> tuple[list[str], list[str]]:
+    """Return `nsys profile` with options as the config states them, and what of them was changed for this machine.
+
+    Args:
+        options: long options of `nsys profile` without dashes, and their values.
+        field_name: the key below `global_tool_config.nsys` that they are from.
+        cuda: whether the process works with CUDA; without, what needs it is left out or replaced.
+
+    Raises:
+        UserError: an option is not the user's to set.
+    """
+    for name in _OURS:
+        if name in options:
+            raise UserError(
+                f"{NSYS_KEY}.{field_name}.{name}",
+                "cannot be set: the files get their names when they are complete.",
+                "Set global_profiler.save_path.",
+            )
+    # Python's own work shows in the ranges; sampling needs rights that containers seldom give, and stops nsys without
+    # them.
+    chosen = {"sample": "none", "cpuctxsw": "none", "wait": "primary"} | dict(options)
+    notices = [] if cuda else _without_gpu(chosen)
+    if chosen.get("capture-range") not in (None, "none"):
+        if chosen["capture-range"] == "nvtx":
+            chosen.setdefault("nvtx-capture", f"{CAPTURE_RANGE}@{DOMAIN}")
+        chosen.setdefault("kill", "none")
+        if chosen.get("capture-range-end") is None:
+            chosen["capture-range-end"] = "repeat"
+    arguments = [
+        f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in chosen.items()
+        if value is not None
+    ]
+    return ["nsys", "profile", "--force-overwrite=true", *arguments], notices
+
+
+def _without_gpu(chosen: dict[str, str | int | bool | None]) -> list[str]:
+    """Take out what needs CUDA, and return one line that says so."""
+    out = [name for name in chosen if name.startswith(_GPU_OPTIONS)]
+    for name in out:
+        del chosen[name]
+    traces = str(chosen.get("trace") or "nvtx").split(",")
+    kept = [trace for trace in traces if not trace.startswith(_GPU_TRACES)]
+    out = [trace for trace in traces if trace not in kept] + out
+    chosen["trace"] = ",".join(kept if "nvtx" in kept else [*kept, "nvtx"])
+    changes = [f"nsys records without {', '.join(out)}"] if out else []
+    if chosen.get("capture-range") == "cudaProfilerApi":
+        chosen["capture-range"] = "nvtx"
+        changes.append("captures begin and end with an NVTX range")
+    return [f"no CUDA here: {'; '.join(changes)}"] if changes else []
+
+
+def has_cuda(device: str) -> bool:
+    """Return whether a process for `trainer.device` works with CUDA here, without importing torch."""
+    if device != "auto":
+        return device.startswith("cuda")
+    driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+    return driver and not importlib.metadata.version("torch").endswith("+cpu")

@@ -5,17 +5,23 @@ captures.
 its files later, and they get their names in `nsys_files.py`.
 """
 
+import importlib.util
+import os
+import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from pellucid.errors import UserError
-from pellucid.observe.nsys_command import CAPTURE_RANGE, DOMAIN, check_nsys
+from pellucid.errors import MissingExtraError, UserError
 from pellucid.observe.nsys_files import note_capture
-from pellucid.observe.nsys_process import own_recording
+from pellucid.observe.nsys_process import PROBLEM, own_recording
 from pellucid.observe.tools.base import Capture, Tool, ToolSettings
+
+DOMAIN, CAPTURE_RANGE = "pellucid", "capture"
+"""NVTX domain of all ranges, and the range in it that opens a capture where CUDA's own calls cannot."""
+NSYS_KEY = "global_profiler.global_tool_config.nsys"
 
 
 class NsysTool(Tool):
@@ -89,8 +95,27 @@ def _cudart() -> Any:
 
     if not torch.cuda.is_available():
         raise UserError(
-            "global_profiler.global_tool_config.nsys.worker_nsight_options.capture-range",
+            f"{NSYS_KEY}.worker_nsight_options.capture-range",
             "cudaProfilerApi needs CUDA, which this torch does not have.",
             "Set trainer.device=cpu, or install a torch build with CUDA.",
         )
     return torch.cuda.cudart()
+
+
+def check_nsys() -> None:
+    """Find out whether nsys and the package `nvtx` are here.
+
+    Raises:
+        UserError: nsys is not on PATH, or did not start this process as it was asked to.
+        MissingExtraError: nvtx is not installed.
+    """
+    if shutil.which("nsys") is None:
+        raise UserError(
+            "global_profiler.tool",
+            "nsys: the program `nsys` is not on PATH.",
+            "Install NVIDIA Nsight Systems (Debian: nsight-systems in non-free), or take the tool torch.",
+        )
+    if importlib.util.find_spec("nvtx") is None:
+        raise MissingExtraError("global_profiler.tool", "nvtx", "profile")
+    if own_recording() is None and (problem := os.environ.get(PROBLEM)) is not None:
+        raise UserError(NSYS_KEY, problem, "See `nsys profile --help` for the options that this version takes.")
