@@ -15,11 +15,18 @@ from torch.cuda import _memory_viz
 
 from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig, TorchMemoryToolConfig
 from pellucid.errors import UserError
-from pellucid.observe.memory_use import OUTSIDE, Change, RangeLog, figures, memory_page
 from pellucid.observe.tables import size
 from pellucid.observe.tools import torch_memory
 from pellucid.observe.tools.base import Capture, ToolSettings
-from pellucid.observe.tools.torch_memory import TorchMemoryTool, trim_stacks
+from pellucid.observe.tools.torch_memory import (
+    OUTSIDE,
+    Change,
+    RangeLog,
+    TorchMemoryTool,
+    figures,
+    memory_page,
+    trim_stacks,
+)
 from pellucid.stages import Stage, Unit
 
 BIG = 5_000_000  # floats
