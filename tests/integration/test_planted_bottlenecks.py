@@ -8,8 +8,7 @@ import pytest
 
 from conftest import Workspace
 from pellucid.files.rundir import RunDir
-from pellucid.observe.report.assemble import build_report
-from pellucid.observe.report.verdict import Report
+from pellucid.observe.report.verdict import Report, build_report
 
 QUIET = ("data.val_files=null", "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.total_training_steps=4")
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"

@@ -14,12 +14,12 @@ from pellucid.cli.main import app
 from pellucid.errors import UserError
 from pellucid.files.rundir import RunDir
 from pellucid.observe.manifest import Manifest, ProfileFile
-from pellucid.observe.report.assemble import build_report
 from pellucid.observe.report.merge import merge
 from pellucid.observe.report.report_page import report_parts
 from pellucid.observe.report.stage_work import clip, union
 from pellucid.observe.report.timeline import read_timeline
 from pellucid.observe.report.torch_traces import TraceError, open_trace, read_capture
+from pellucid.observe.report.verdict import build_report
 from pellucid.observe.spans import FIRST_TASK_ROW
 from pellucid.observe.tables import page
 
@@ -466,9 +466,9 @@ def gpu_events() -> list:
 def test_kernels_are_read_by_holistic_trace_analysis(tmp_path):
     pytest.importorskip("hta")
     report = report_of(with_captures(write_run(tmp_path / "run", [HEALTHY] * 5), rank1=gpu_events()))
-    [device] = report.devices
+    [capture] = report.captures
     # 20 kernels of 200 µs, one every 450 µs.
-    assert device.idle_share == pytest.approx(1 - 20 * 200 / (19 * 450 + 200), abs=0.01) and device.capture.name == "policy rank 1"
+    assert capture.gpu["idle"] == pytest.approx(1 - 20 * 200 / (19 * 450 + 200), abs=0.01) and capture.name == "policy rank 1"
     assert report.kernels[0].name == "gemm" and report.kernels[0].total_s == pytest.approx(0.004)
     assert [finding.kind for finding in report.findings] == ["device_idle"]
 
@@ -482,7 +482,7 @@ def test_runs_of_a_stage_within_a_step_are_analysed_each(tmp_path):
         files.append(captured_file(f"{call}.json.gz", call=call))
     Manifest(files=files, profiled=[2]).write(run / "profile")
     report = report_of(run)
-    assert len(report.devices) == 2 and len(report.kernels) == 2
+    assert all(capture.gpu for capture in report.captures) and len(report.kernels) == 2
     assert "actor_update, run 2" in page_of(report)
 
 

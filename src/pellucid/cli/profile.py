@@ -35,8 +35,8 @@ def report(
 
     [bold]pellucid profile report outputs/pellucid/demo --step 7[/bold]
     """
-    from pellucid.observe.report.assemble import build_report
     from pellucid.observe.report.report_page import report_parts
+    from pellucid.observe.report.verdict import build_report
     from pellucid.observe.tables import page
 
     directory = RunDir.open(run)
@@ -60,8 +60,8 @@ def merge(
     [bold]pellucid profile merge outputs/pellucid/demo[/bold]
     """
     from pellucid.observe.manifest import Manifest, manifest_folder
-    from pellucid.observe.report.assemble import torch_files
     from pellucid.observe.report.merge import merge as merge_traces
+    from pellucid.observe.report.verdict import torch_files
 
     directory = RunDir.open(run)
     path = out or directory.timeline / "merged.json.gz"

@@ -19,7 +19,7 @@ from pellucid.config.schema import RunConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig, ScheduleConfig
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
-from pellucid.observe.manifest import JOURNALS, MANIFEST, Manifest, manifest_folder, read_journals
+from pellucid.observe.manifest import JOURNALS, Manifest, manifest_folder, read_journals
 from pellucid.observe.process import WRITE, ProcessProfiler
 from pellucid.observe.request import PRECISION_DEBUGGER, TO_THE_END, ProcessRequest, RoleRequest, is_strict
 from pellucid.observe.tables import size
@@ -235,7 +235,7 @@ class RunProfiler:
         done, self._unwritten = self._unwritten, []
         known = Manifest.read(self.folder).failures
         manifest = make_manifest(self._config, self.folder, done)
-        path = _write(manifest, self.folder)
+        path = manifest.write(self.folder)
         for failure in manifest.failures:
             if failure not in known and failure.process != "controller":  # the controller's own were said at once
                 what = f"profiling: {failure.process}, step {failure.step}: {failure.reason}"
@@ -266,15 +266,6 @@ def make_manifest(config: RunConfig, folder: Path, profiled: Collection[int]) ->
     return Manifest(request, requested, steps, kept, failures, complete)
 
 
-def _write(manifest: Manifest, folder: Path) -> Path:
-    """Write a manifest and return its path; that it cannot be written is said."""
-    try:
-        return manifest.write(folder)
-    except OSError as error:
-        notice(f"profiling: the manifest cannot be written ({error})", style="red")
-        return folder / MANIFEST
-
-
 def finish(config: RunConfig, run_dir: Path, *, since: float) -> None:
     """Write the last manifest and run the user's hook, once all processes have ended and their files are in place.
 
@@ -287,7 +278,7 @@ def finish(config: RunConfig, run_dir: Path, *, since: float) -> None:
     if not config.global_profiler.steps or config.trainer.val_only:
         return
     manifest = make_manifest(config, folder, ())
-    path = _write(manifest, folder)
+    path = manifest.write(folder)
     if never := sorted(set(manifest.requested) - set(manifest.profiled)):
         notice(f"profiling: step {', '.join(map(str, never))} never came; profiled: {manifest.profiled or 'none'}")
     if unwritten := [file.path for file in manifest.files if file.bytes is None]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pellucid.console import notice
 from pellucid.errors import UserError
 from pellucid.files.rundir import atomic_write
 
@@ -58,8 +59,6 @@ class ProfileFailure:
     rank: int
     tool: str
     process: str
-    final: bool = False
-    """Nothing more is captured with this tool, or in this process."""
 
 
 @dataclass(slots=True)
@@ -77,8 +76,11 @@ class Manifest:
     """Whether every step asked for was profiled, every file is in place, and nothing failed."""
 
     def write(self, folder: Path) -> Path:
-        """Write `manifest.json` and return its path."""
-        atomic_write(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
+        """Write `manifest.json` and return its path; that it cannot be written is said."""
+        try:
+            atomic_write(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            notice(f"profiling: the manifest cannot be written ({error})", style="red")
         return folder / MANIFEST
 
     @classmethod

@@ -411,13 +411,13 @@ class ProcessProfiler:
         assert self.request is not None
         request, entries = self.request, list[ProfileFile]()
         for path in plain_files(map(Path, paths)):
-            shown, size = shown_path(path, request.journal.parent), path.stat().st_size if path.exists() else None
-            entry = opened.capture.file(shown, size, opened.role.tool, request.process, opened.started_at)
+            shown, written = shown_path(path, request.journal.parent), path.stat().st_size if path.exists() else None
+            entry = opened.capture.file(shown, written, opened.role.tool, request.process, opened.started_at)
             entry.units, entry.duration_s = units, round(ended_at - opened.started_at, 6)
             self._write_down(entry)
             entries.append(entry)
-        written = sum(entry.bytes or 0 for entry in entries)
-        self._bytes, self._largest = self._bytes + written, max(self._largest, written)
+        num_bytes = sum(entry.bytes or 0 for entry in entries)
+        self._bytes, self._largest = self._bytes + num_bytes, max(self._largest, num_bytes)
         return entries
 
     @contextmanager
@@ -436,13 +436,9 @@ class ProcessProfiler:
             reason = str(error) if plain else f"{role.tool} failed to {doing}: {type(error).__name__}: {error}"
             if isinstance(error, UserError):  # it will not work the next time, either
                 self._given_up.add(role.tool)
-            final, stage = role.tool in self._given_up, capture.stage
-            self._write_down(
-                ProfileFailure(
-                    reason, capture.step, stage, capture.role, capture.rank, role.tool, self.request.process, final
-                )
-            )
-            where = f"step {capture.step}, {stage or 'the whole step'}, rank {capture.rank}"
+            about = (capture.step, capture.stage, capture.role, capture.rank, role.tool, self.request.process)
+            self._write_down(ProfileFailure(reason, *about))
+            where = f"step {capture.step}, {capture.stage or 'the whole step'}, rank {capture.rank}"
             self._say(f"profiling {where}: {reason}")
             if self.request.strict and not ending:
                 raise ProfilerError(f"{reason} (global_profiler.strict ends the run)") from error

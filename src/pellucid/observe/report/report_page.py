@@ -103,14 +103,12 @@ def _captures(report: Report) -> Iterator[RenderableType]:
 
     columns = ("capture", "process", "step", "time", "compute", "communication alone", "neither")
     yield table("Captures of the torch tool", columns, map(row, report.captures), num_texts=2)
-    if report.devices:
+    if report.kernels:
         columns = ("capture", "process", "step", "compute", "copies and communication alone", "idle")
         rows = (
-            (
-                *(_label(device.capture), device.capture.name, str(device.capture.file.step)),
-                *(f"{share:.0%}" for share in (device.compute_share, device.other_share, device.idle_share)),
-            )
-            for device in report.devices
+            (_label(each), each.name, str(each.file.step), *(f"{share:.0%}" for share in each.gpu.values()))
+            for each in report.captures
+            if each.gpu
         )
         yield table("GPUs, by HolisticTraceAnalysis", columns, rows, num_texts=2)
         rows = (

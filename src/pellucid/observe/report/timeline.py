@@ -123,8 +123,15 @@ def read_timeline(
             first_of_start.setdefault(span.pid, span.step)
         elif span.name == WRITE:
             captured.add(span.step)
-    if not whole or only_step not in (None, *whole):
-        raise _no_step(folder, only_step, sorted(whole))
+    if not whole:
+        reason, remedy = (
+            f"the timeline '{folder}' holds no finished step.",
+            "Wait for the first, or look into its logs.",
+        )
+        raise UserError("RUN", reason, remedy)
+    if only_step not in (None, *whole):
+        reason = f"the timeline '{folder}' has no finished step {only_step}."
+        raise UserError("--step", reason, f"Finished steps: {ranges(sorted(whole))}.")
     notes: list[str] = []
     numbers = sorted(whole)[-last_steps:] if only_step is None else [only_step]
     for why, misleading in (
@@ -144,14 +151,6 @@ def read_timeline(
     seen = {span.process for span in spans}
     ranks = [name for name in map(process_name, files[1:]) if name in seen]
     return Timeline({number: whole[number] for number in numbers}, spans, ranks, max(whole), notes)
-
-
-def _no_step(folder: Path, step: int | None, finished: list[int]) -> UserError:
-    if not finished:
-        remedy = "Wait for the first step, or look into its logs."
-        return UserError("RUN", f"the timeline '{folder}' holds no finished step.", remedy)
-    remedy = f"Finished steps: {ranges(finished)}."
-    return UserError("--step", f"the timeline '{folder}' has no finished step {step}.", remedy)
 
 
 def _spans(path: Path, steps: Collection[int] | None = None) -> Iterator[Span]:

@@ -9,7 +9,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ class Capture:
     operators: dict[str, tuple[float, int]]
     """By name: seconds without the operators that it calls, and how many calls."""
     num_kernels: int
+    gpu: dict[str, float] = field(default_factory=dict)
+    """Shares of the time from its GPU's first kernel to its last: `compute`, `non_compute` (communication and copies
+    that overlap no computation) and `idle`; empty without kernels."""
 
     @property
     def what(self) -> str:
@@ -54,17 +57,6 @@ class Capture:
     def name(self) -> str:
         """The process as people call it."""
         return self.file.process.replace("_", " ")
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTime:
-    """One GPU in one capture; the shares are of the time from its first kernel to its last."""
-
-    capture: Capture
-    compute_share: float
-    other_share: float
-    """Communication and copies that overlap no computation."""
-    idle_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +158,8 @@ def _self_times(threads: Iterable[list[tuple[float, float, str]]]) -> dict[str, 
     return {name: (us / 1e6, calls[name]) for name, us in self_us.items()}
 
 
-def device_times(captures: list[Capture], folder: Path) -> tuple[list[DeviceTime], list[KernelTime]]:
-    """Return device times and the largest kernels of captures that hold kernels, by HolisticTraceAnalysis.
+def analyse_kernels(captures: list[Capture], folder: Path) -> list[KernelTime]:
+    """Work out by HolisticTraceAnalysis what the GPU of each capture did, and return the largest kernels.
 
     Args:
         captures: with kernels; all ranks that captured the same at the same time are looked at together.
@@ -186,17 +178,16 @@ def device_times(captures: list[Capture], folder: Path) -> tuple[list[DeviceTime
     for capture in captures:
         file = capture.file
         together[file.role, file.stage, file.step, file.call, file.window][file.rank] = capture
-    devices: list[DeviceTime] = []
     kernels: list[KernelTime] = []
     for by_rank in together.values():
         files = {rank: str((folder / capture.file.path).absolute()) for rank, capture in by_rank.items()}
         analysis = TraceAnalysis(trace_files=files)
         for row in analysis.get_temporal_breakdown(visualize=False).to_dict("records"):
-            shares = (float(row[f"{what}_time_pctg"]) / 100 for what in ("compute", "non_compute", "idle"))
-            devices.append(DeviceTime(by_rank[int(row["rank"])], *shares))
+            shares = {what: float(row[f"{what}_time_pctg"]) / 100 for what in ("compute", "non_compute", "idle")}
+            by_rank[int(row["rank"])].gpu = shares
         _, by_kernel = analysis.get_gpu_kernel_breakdown(visualize=False, num_kernels=TOP_KERNELS)
         for row in by_kernel.to_dict("records"):
             times = (float(row[f"{what} (us)"]) / 1e6 for what in ("sum", "mean"))
             kernels.append(KernelTime(str(row["name"]), by_rank[int(row["rank"])], str(row["kernel_type"]), *times))
     kernels = [kernel for kernel in kernels if kernel.name != "others"]
-    return devices, sorted(kernels, key=lambda kernel: -kernel.total_s)[:TOP_KERNELS]
+    return sorted(kernels, key=lambda kernel: -kernel.total_s)[:TOP_KERNELS]

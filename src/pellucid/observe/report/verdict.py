@@ -1,15 +1,20 @@
-"""The verdict: what costs a run most time for no good reason, ranked, each with its figures, its place and a remedy.
+"""Makes a run's report from its timeline, manifest and captures, with the verdict: what costs most time for no good
+reason, ranked, each with its figures, its place and a remedy. The run may be going on; `report_page.py` shows it.
 
 A rule turns figures into a `Finding` where they pass a threshold. A healthy run has none: then the largest stage is
 named.
 """
 
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pellucid.errors import MissingExtraError
+from pellucid.files.rundir import RunDir
+from pellucid.observe.manifest import Manifest, ProfileFile, manifest_folder
 from pellucid.observe.report.stage_work import (
     BETWEEN,
     BUSY,
@@ -20,9 +25,11 @@ from pellucid.observe.report.stage_work import (
     RewardCalls,
     StageTime,
     Work,
+    reward_calls,
+    stage_times,
 )
-from pellucid.observe.report.timeline import Timeline
-from pellucid.observe.report.torch_traces import Capture, DeviceTime, KernelTime
+from pellucid.observe.report.timeline import LAST_STEPS, Timeline, read_timeline
+from pellucid.observe.report.torch_traces import Capture, KernelTime, TraceError, analyse_kernels, read_capture
 from pellucid.observe.tables import seconds
 from pellucid.stages import Stage
 
@@ -91,7 +98,6 @@ class Report:
     """In the order of a step: the critical path."""
     rewards: RewardCalls | None
     captures: list[Capture]
-    devices: list[DeviceTime]
     kernels: list[KernelTime]
     memory_gb: dict[str, float]
     """Peaks over the run, by metric."""
@@ -107,6 +113,68 @@ class Report:
             return self.findings[0].sentence
         largest = max(self.stages, key=lambda stage: stage.share)
         return f"Nothing stands out: the largest stage is {largest.name} with {took(self, largest)}."
+
+
+def torch_files(manifest: Manifest, folder: Path, step: int | None = None) -> list[ProfileFile]:
+    """Return the traces of PyTorch's profiler that are on disk, of one step if one is named."""
+    files = [file for file in manifest.files if file.tool == "torch" and step in (None, file.step)]
+    return [file for file in files if file.path.endswith((".json", ".json.gz")) and (folder / file.path).is_file()]
+
+
+def build_report(run: RunDir, *, step: int | None = None, last_steps: int = LAST_STEPS) -> Report:
+    """Read a run and work out where its time went.
+
+    Args:
+        run: it may still be going on.
+        step: look at this step alone; otherwise at the last ones, without those that mislead.
+        last_steps: how many.
+
+    Raises:
+        UserError: the run has no timeline, no finished step, or not this one; or its manifest is damaged.
+    """
+    folder = manifest_folder(run.path)
+    manifest = Manifest.read(folder)
+    timeline = read_timeline(run.timeline, only_step=step, last_steps=last_steps, profiled=manifest.profiled)
+    starts, notes = run.read_record(), list(timeline.notes)
+    report = Report(
+        run=run.path,
+        device=str(starts[-1].get("device", "cpu")) if starts else "cpu",
+        timeline=timeline,
+        stages=stage_times(timeline),
+        rewards=reward_calls(timeline),
+        captures=[],
+        kernels=[],
+        memory_gb=_memory_gb(run),
+        notes=notes,
+    )
+    for file in torch_files(manifest, folder, step):
+        try:
+            report.captures.append(read_capture(file, folder / file.path))
+        except TraceError as error:
+            notes.append(f"A trace was left out: {error}.")
+    with_kernels = [capture for capture in report.captures if capture.num_kernels]
+    try:
+        report.kernels = analyse_kernels(with_kernels, folder) if with_kernels else []
+    except MissingExtraError as error:
+        notes.append(f"Nothing is said of the GPU kernels in the traces: {error}")
+    if any(work.cpu_s is None for stage in report.stages for work in stage.processes):
+        notes.append("Processor time was not recorded everywhere: there waiting and stalls cannot be told from work.")
+    report.findings = find(report)
+    return report
+
+
+def _memory_gb(run: RunDir) -> dict[str, float]:
+    """Return the highest value of each metric of memory."""
+    peaks: dict[str, float] = {}
+    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            continue
+        for name, value in row.items():
+            if "memory" in name and isinstance(value, int | float):
+                peaks[name] = max(peaks.get(name, 0.0), float(value))
+    return peaks
 
 
 def find(report: Report) -> list[Finding]:
@@ -245,16 +313,16 @@ def _captured_gap(report: Report, stage: str, process: str) -> str:
 
 def _idle_devices(report: Report) -> Iterator[Finding]:
     mean_s = {stage.name: stage.mean_s for stage in report.stages}
-    for device in report.devices:
-        what, process = device.capture.what, device.capture.name
-        if device.idle_share >= DEVICE_IDLE_SHARE:
+    for capture in report.captures:
+        idle = capture.gpu.get("idle", 0.0)
+        if idle >= DEVICE_IDLE_SHARE:
             yield Finding(
                 kind="device_idle",
-                stage=what,
-                where=process,
-                lost_s=device.idle_share * mean_s.get(what, report.timeline.step_s),
-                sentence=f"The GPU of {process} is idle in {device.idle_share:.0%} of its captured {what} (step "
-                f"{device.capture.file.step}).",
+                stage=capture.what,
+                where=capture.name,
+                lost_s=idle * mean_s.get(capture.what, report.timeline.step_s),
+                sentence=f"The GPU of {capture.name} is idle in {idle:.0%} of its captured {capture.what} (step "
+                f"{capture.file.step}).",
                 remedy="Kernels are too small or come too late: larger micro-batches (ppo_max_token_len_per_gpu), "
                 "torch.compile, or a faster host.",
             )
