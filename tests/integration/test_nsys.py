@@ -14,7 +14,7 @@ from commands import Command, run_fresh, wait_for
 from profiles import manifest, nsys_ranges
 
 from conftest import Workspace, last_checkpoint, metrics
-from pellucid.observe.nsys_files import importer
+from pellucid.observe.tools.nsys import importer
 
 pytestmark = [
     pytest.mark.slow,

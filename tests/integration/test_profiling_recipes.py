@@ -14,7 +14,7 @@ from profiles import manifest, nsys_ranges, ranges
 
 from conftest import Workspace
 from contract.npu_stub import make_stub_package
-from pellucid.observe.nsys_files import importer
+from pellucid.observe.tools.nsys import importer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "profiling"

@@ -12,7 +12,7 @@ from config_cases import load
 
 from pellucid.config.schema.profiler import GlobalNsysConfig
 from pellucid.errors import UserError
-from pellucid.observe import nsys_files, recording
+from pellucid.observe import recording
 from pellucid.observe.manifest import ProfileFile, read_journals
 from pellucid.observe.nsys_process import PROBLEM, Recording
 from pellucid.observe.recording import nsys_command
@@ -86,9 +86,9 @@ def test_only_a_process_that_is_not_recorded_says_why(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(nsys_files, "importer", lambda: None)
-    monkeypatch.setattr(nsys_files, "report_suffix", lambda: ".qdstrm")
-    monkeypatch.setattr(nsys_files, "_numbers", count(1))
+    monkeypatch.setattr(recording, "importer", lambda: None)
+    monkeypatch.setattr(nsys, "report_suffix", lambda: ".qdstrm")
+    monkeypatch.setattr(nsys, "_numbers", count(1))
     folder = tmp_path / "profile" / "nsys-in-progress-x"
     folder.mkdir(parents=True)
     return folder
@@ -97,11 +97,11 @@ def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def begin(raw: Path, step: int, stage: Stage | None = None, process: str = "policy_rank_1", whole: bool = False) -> Path:
     recording = Recording(str(raw / process), None if whole else "nvtx", 1)
     (raw / f"{process}.done").touch()
-    return nsys_files.note_capture(recording, Capture(raw.parent, "policy", step, stage, 1, 2, pid=77))
+    return nsys.note_capture(recording, Capture(raw.parent, "policy", step, stage, 1, 2, pid=77))
 
 
 def finish(raw: Path) -> tuple[list[Path], list[str], list[ProfileFile], list[str]]:
-    written, problems = nsys_files.finish(raw, raw.parent / ".journals")
+    written, problems = recording.place_files(raw, raw.parent / ".journals")
     assert not raw.exists()
     files, failures = read_journals(raw.parent / ".journals")
     return written, problems, files, [failure.reason for failure in failures]
@@ -159,7 +159,7 @@ def test_half_a_note_is_left_out(raw: Path) -> None:
 
 
 def test_a_conversion_that_fails_leaves_what_nsys_collected(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nsys_files, "importer", lambda: "sleep")
+    monkeypatch.setattr(recording, "importer", lambda: "sleep")
     begin(raw, 1)
     (raw / "policy_rank_1.qdstrm").write_bytes(b"x")
     [path], [problem], _, _ = finish(raw)

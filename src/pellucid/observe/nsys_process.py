@@ -2,7 +2,7 @@
 
 The controller calls `record`; Ray starts a rank as `python nsys_process.py SETTINGS ARGUMENTS…` in place of
 `python ARGUMENTS…`. nsys starts a small process of ours, which starts the program and tells through a pipe how it
-ended: whatever nsys does or fails to do afterwards, the status is known. Files get their names in `nsys_files.py`.
+ended: whatever nsys does or fails to do afterwards, the status is known. Files get their names in `recording.py`.
 """
 
 import json

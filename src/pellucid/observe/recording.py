@@ -7,22 +7,27 @@ import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pellucid.config.schema import RunConfig
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
-from pellucid.observe import nsys_files, nsys_process
+from pellucid.observe import nsys_process
 from pellucid.observe.captures import controller_request, finish, save_folder
-from pellucid.observe.manifest import JOURNALS, manifest_folder
-from pellucid.observe.nsys_process import PROBLEM, VARIABLE, own_recording, record
+from pellucid.observe.manifest import JOURNALS, Journal, ProfileFailure, manifest_folder, read_journals, shown_path
+from pellucid.observe.nsys_process import AFTER_S, DONE, PROBLEM, VARIABLE, own_recording, record
 from pellucid.observe.request import ProcessRequest
-from pellucid.observe.tools.nsys import CAPTURE_RANGE, DOMAIN, NSYS_KEY, check_nsys
+from pellucid.observe.tools.base import free_path
+from pellucid.observe.tools.nsys import CAPTURE_RANGE, DOMAIN, NSYS_KEY, REPORT, UNCONVERTED, check_nsys, importer
 
 RAW_PREFIX = "nsys-in-progress-"
 """How folders begin in which nsys writes, below `save_path`; one a start of the run, gone when its files have their
@@ -34,6 +39,8 @@ _MAIN = (
 _OURS = ("output", "force-overwrite", "session-new")
 _GPU_TRACES = ("cuda", "cublas", "cudnn", "cusparse", "cusolver", "cufft", "nvvideo")
 _GPU_OPTIONS = ("cuda", "gpu")
+CONVERT_S, POLL_S = 600.0, 0.1
+"""How long converting a file may take, and how often is looked whether nsys is done."""
 _INJECTED = ("QUADD_", "NSYS_", "NVTX_INJECTION", "CUDA_INJECTION", "CUBLAS_NVTX", "CUBLASXT_NVTX", "CUPTI_", VARIABLE)
 
 
@@ -101,7 +108,7 @@ def _raw_folder(config: RunConfig, run_dir: Path) -> Path:
 
 def _finish_files(raw: Path, run_dir: Path) -> bool:
     """Put the files of nsys in place, say where they are, and return whether anything was captured."""
-    files, problems = nsys_files.finish(raw, manifest_folder(run_dir) / JOURNALS)
+    files, problems = place_files(raw, manifest_folder(run_dir) / JOURNALS)
     _say_problems(problems)
     if files:
         places = ", ".join(dict.fromkeys(str(path.parent) for path in files))
@@ -212,3 +219,62 @@ def has_cuda(device: str) -> bool:
         return device.startswith("cuda")
     driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
     return driver and not importlib.metadata.version("torch").endswith("+cpu")
+
+
+def place_files(folder: Path, journals: Path) -> tuple[list[Path], list[str]]:
+    """Wait for what nsys still writes into `folder`, give the files their names, and write them down for the manifest.
+
+    Args:
+        folder: the raw files of one start of the run; it is removed.
+        journals: folder of the run's journals.
+
+    Returns:
+        The files, and what went wrong, for the user.
+    """
+    notes = sorted(read_journals(folder)[0], key=lambda note: note.started_at)
+    deadline = time.monotonic() + AFTER_S + CONVERT_S / 10
+    while time.monotonic() < deadline and not all((folder / (note.process + DONE)).exists() for note in notes):
+        time.sleep(POLL_S)
+    known = {file.path: file for file in read_journals(journals)[0]}
+    files, problems, captures = list[Path](), list[str](), Counter[str]()
+    for note in notes:
+        process, journal = note.process, Journal(journals, note.process)
+        captures[process] += 1
+        # With one capture nsys leaves its number out.
+        names = [f"{process}.{captures[process]}", *[process] * (captures[process] == 1)]
+        raws = (folder / f"{name}{suffix}" for name in names for suffix in (REPORT, UNCONVERTED))
+        raw = next((path for path in raws if path.exists()), None)
+        if raw is None:
+            what = f"nsys wrote no file of {note.stage or 'the step'}: {Path(note.path).name}"
+            problems.append(f"step {note.step}, {process}: {what}")
+            journal.add(ProfileFailure(what, note.step, note.stage, note.role, note.rank, "nsys", process))
+            continue
+        if raw.suffix == UNCONVERTED:
+            raw = _convert(raw, problems)
+        path = free_path(Path(note.path).with_suffix(raw.suffix))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.append(Path(shutil.move(raw, path)))
+        shown = shown_path(path, journals.parent)
+        # What the process itself wrote when the capture ended, if it came to that.
+        more = {"units": known[shown].units, "duration_s": known[shown].duration_s} if shown in known else {}
+        journal.add(replace(note, path=shown, bytes=path.stat().st_size, **more))
+    shutil.rmtree(folder)  # what is left was recorded before the first step to profile
+    return files, problems
+
+
+def _convert(raw: Path, problems: list[str]) -> Path:
+    """Make a report of what nsys collected and could not convert itself, or leave it as it is, and say so."""
+    program, report, why = importer(), raw.with_suffix(REPORT), "there is no QdstrmImporter here"
+    if program is not None:
+        command = [program, "--force-overwrite", "--input-file", raw, "--output-file", report]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_S, check=False)
+            why = f"QdstrmImporter ended with status {done.returncode}: {done.stderr[-200:]}"
+        except subprocess.TimeoutExpired as error:
+            why = str(error)
+        if report.exists():
+            return report
+    how = "convert them on a machine with Nsight Systems: QdstrmImporter --input-file FILE"
+    if (problem := f"files stay as nsys collected them ({UNCONVERTED}): {why}; {how}") not in problems:
+        problems.append(problem)
+    return raw

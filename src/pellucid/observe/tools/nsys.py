@@ -2,25 +2,32 @@
 captures.
 
 `observe/recording.py` starts processes that way. Stages and units are NVTX ranges of the domain `pellucid`; nsys writes
-its files later, and they get their names in `nsys_files.py`.
+its files later. A process notes each capture beside the raw files as it begins, so that what a killed process leaves is
+found, too.
 """
 
 import importlib.util
 import os
 import shutil
+import time
 from contextlib import AbstractContextManager
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from pellucid.errors import MissingExtraError, UserError
-from pellucid.observe.nsys_files import note_capture
-from pellucid.observe.nsys_process import PROBLEM, own_recording
-from pellucid.observe.tools.base import Capture, Tool, ToolSettings
+from pellucid.observe.manifest import Journal
+from pellucid.observe.nsys_process import PROBLEM, Recording, own_recording
+from pellucid.observe.tools.base import Capture, Tool, ToolSettings, free_path
 
 DOMAIN, CAPTURE_RANGE = "pellucid", "capture"
 """NVTX domain of all ranges, and the range in it that opens a capture where CUDA's own calls cannot."""
+REPORT, UNCONVERTED = ".nsys-rep", ".qdstrm"
+"""Suffixes of its files, and of those that it could not convert."""
+_numbers = count(1)
 NSYS_KEY = "global_profiler.global_tool_config.nsys"
 
 
@@ -119,3 +126,37 @@ def check_nsys() -> None:
         raise MissingExtraError("global_profiler.tool", "nvtx", "profile")
     if own_recording() is None and (problem := os.environ.get(PROBLEM)) is not None:
         raise UserError(NSYS_KEY, problem, "See `nsys profile --help` for the options that this version takes.")
+
+
+def note_capture(recording: Recording, capture: Capture) -> Path:
+    """Write down that a capture of this process begins, and return the path that its file will have."""
+    number, raw = next(_numbers), Path(recording.raw)
+    if recording.capture_range is None:
+        kind = "controller" if raw.name == "controller" else "worker"
+        name = f"{kind}_process_{capture.pid}"
+    else:
+        name = f"worker_process_{capture.pid}.{capture.step if capture.stage is None else number}"
+    path = free_path(capture.folder.absolute() / (name + report_suffix()))
+    if recording.capture_range is None and number > 1:
+        return path  # one file holds all, and is named after the first
+    note = capture.file(str(path), None, "nsys", raw.name, time.time())
+    Journal(raw.parent, raw.name).add(note)
+    return path
+
+
+@cache
+def importer() -> str | None:
+    """Return the program that makes a report of what nsys collected; None where it is not installed.
+
+    It is beside the folder of nsys itself; Debian puts it where its own nsys does not look for it.
+    """
+    nsys, on_path = shutil.which("nsys"), shutil.which("QdstrmImporter")
+    places = [Path(nsys).resolve().parents[1], Path("/usr/lib/nsight-systems")] if nsys else []
+    return on_path or next(
+        (str(found) for place in places for found in place.glob("host-linux-*/QdstrmImporter")), None
+    )
+
+
+def report_suffix() -> str:
+    """Return the suffix of finished files on this machine."""
+    return REPORT if importer() is not None else UNCONVERTED
