@@ -56,7 +56,7 @@ BUDGETS = {
     ("roles",): 650,
     ("rollout", "agents"): 1750,
     ("ranks",): 1470,
-    ("observe",): 4950,
+    ("observe",): 4620,
     ("precision",): 3700,
     ("metrics", "files"): 1150,
     ("cli", "doctor"): 2100,
