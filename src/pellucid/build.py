@@ -286,7 +286,7 @@ class Roles:
         return engine
 
     def in_hand(self) -> list[str]:
-        """Return the samples that the models of this process work on at this moment."""
+        """Return the samples that the models of this process work on at this moment; ranks name theirs themselves."""
         roles = (self.rollout, self.actor, self.ref, self.critic, self.reward_model)
         return [name for role in roles if role is not None for name in role.in_hand]
 

@@ -19,7 +19,7 @@ from pellucid.console import console
 from pellucid.interrupt import StopRequested, stop_on_signals
 from pellucid.run import Run
 from pellucid.run_state import is_due, save_checkpoint
-from pellucid.stages import Stage
+from pellucid.stages import ROLE_OF, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,7 @@ def train(run: Run, job: Job) -> None:
                 raise StopRequested(stop[0])
 
 
-_TRAINING_STAGES = (
-    Stage.ACTOR_COMPUTE_LOG_PROB,
-    Stage.REF_COMPUTE_LOG_PROB,
-    Stage.COMPUTE_VALUES,
-    Stage.COMPUTE_RM_SCORE,
-    Stage.CRITIC_UPDATE,
-    Stage.ACTOR_UPDATE,
-)
+_TRAINING_STAGES = [stage for stage, role in ROLE_OF.items() if role not in ("rollout", "controller")]
 
 
 def speed_metrics(run: Run, num_tokens: float) -> dict[str, float]:

@@ -177,7 +177,7 @@ def _opened(
         contextlib.closing(trackers),
         contextlib.closing(build_run(config, run_dir, inputs, trackers, first_step, stall.watchdog)) as run,
     ):
-        stall.in_hand = run.placement.in_hand
+        stall.in_hand = run.roles.in_hand
         if checkpoint is not None:
             restore(run, checkpoint)
         try:

@@ -49,10 +49,6 @@ class Placement(Protocol):
         """
         ...
 
-    def in_hand(self) -> list[str]:
-        """Return the samples that this process's own models work on at this moment."""
-        ...
-
     def begin_profiled_step(self, step: int) -> None:
         """Let the processes beside this one begin with what they are to capture of a step."""
 
@@ -97,10 +93,6 @@ class LocalPlacement(Placement):
     @override
     def memory_gb(self) -> dict[str, float]:
         return devices.memory_gb(self._device)
-
-    @override
-    def in_hand(self) -> list[str]:
-        return self.roles.in_hand()
 
 
 def place_roles(

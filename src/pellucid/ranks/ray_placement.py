@@ -152,10 +152,6 @@ class RayPlacement:
         captured = {request.group for request in self.profile_requests}
         return [group for name, group in self._groups.items() if name in captured]
 
-    def in_hand(self) -> list[str]:
-        """Return nothing: the ranks are watched by their groups, which name the samples themselves."""
-        return []
-
     def close(self) -> None:
         """End all ranks, and the cluster where it was started here."""
         self._opened.close()
