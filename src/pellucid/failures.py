@@ -19,7 +19,7 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -126,7 +126,7 @@ def failure_kept(
         if finding is not None:
             error.origin = finding.sentence()
             if (folder := error.folder) is not None:
-                text = json.dumps(finding.as_json(), indent=2) + "\n"
+                text = json.dumps({"sentence": error.origin, **asdict(finding)}, indent=2) + "\n"
                 _saved("the finding", folder, lambda: atomic_write(folder / FINDING, text))
         raise
 

@@ -13,17 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from pellucid.precision.dump import About, Entry, StageDump, TensorStats, write_dump
-from pellucid.precision.recorder import Recorder
-from pellucid.stages import TokenSpans
+from pellucid.precision.dump import About, Entry, Pass, StageDump, TensorStats, leaves, write_dump
+from pellucid.precision.statistics import Measurer, Spans
+from pellucid.stages import TokenSpan, TokenSpans
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 HEAD = "Module.scores.TokenScores"
 """Entries of what the output head, which is no module, makes of the final hidden states."""
@@ -31,13 +36,9 @@ LOSS = "Module.loss.Loss"
 
 
 class NativeSession:
-    """One capture, of a stage or a part of it.
+    """One capture, of a stage or a part of it: calls of `modules`, and of `operators`, PyTorch's functions.
 
-    Args:
-        models: what the stage runs; each chunk of a model that is cut into several.
-        about: whose capture it is; the session fills in times, passes and how it ended.
-        modules: record calls of modules.
-        operators: record calls of PyTorch's functions.
+    `models` are all chunks of the model that the stage runs; `about` gets times, passes and how it ended.
     """
 
     def __init__(
@@ -296,14 +297,115 @@ def _reads_once(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") or next(module.children(), None) is not None
 
 
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Collects the entries of one capture on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._measurer = Measurer(device)
+        self._entries: list[Entry] = []
+        self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, TensorStats]] = {}
+        self._measured: list[tuple[TensorStats, int | None]] = []
+        """By row of the statistics what they are to be filled into; for sums over tokens the pass that they are of."""
+        self.passes: list[Pass] = []
+        self._spans: Spans | None = None
+        self._num_tokens: int | None = None
+        """Length of the token axis of the pass in hand; None until the model has read its ids."""
+
+    def begin_pass(self, unit: str, spans: list[TokenSpan]) -> None:
+        """What follows belongs to another pass."""
+        self.passes.append(Pass(unit, spans, len(self._entries)))
+        self._spans = self._num_tokens = None
+        self._seen.clear()
+
+    def add(self, name: str, parent: str | None, groups: dict[str, Any]) -> Entry:
+        """Append an entry of the pass in hand, and return it."""
+        self._entries.append(Entry(name, parent, groups))
+        return self._entries[-1]
+
+    def measure(self, values: Any) -> Any:
+        """Return nested arguments with statistics, still to be filled in, for each tensor; objects by their type."""
+        if isinstance(values, torch.Tensor):
+            return self.leaf(values)
+        if isinstance(values, list | tuple):
+            return [self.measure(value) for value in values]
+        if isinstance(values, dict):
+            return {str(name): self.measure(value) for name, value in values.items()}
+        if values is None or isinstance(values, bool | int | float | str):
+            return values
+        return f"<{type(values).__name__}>"
+
+    def leaf(
+        self, tensor: torch.Tensor, shard: tuple[int, int] | None = None, *, of_tokens: bool = True
+    ) -> TensorStats:
+        """Measure a tensor, or this rank's `shard` of it, unless that has been done: modules read what others made.
+
+        Parameters and their gradients are not `of_tokens`: they have no token axis, whatever their shape.
+        """
+        of_tokens = of_tokens and not isinstance(tensor, torch.nn.Parameter)
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if tensor.is_inference():  # such tensors do not count their versions: a change in place would go unseen
+            return self._measure(tensor, shard, of_tokens)
+        storage = tensor.untyped_storage()
+        # As long as the weak reference is kept, no other storage can get this address.
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        known = self._seen.get(key)
+        if known is None or known[0].expired():
+            known = self._seen[key] = StorageWeakRef(storage), self._measure(tensor, shard, of_tokens)
+        return known[1]
+
+    def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> TensorStats:
+        if self._num_tokens is None and self.passes and tensor.dim() == 2 and not tensor.is_floating_point():
+            num_tokens = self._num_tokens = tensor.numel()  # of the ids, which a pass reads first
+            if spans := self.passes[-1].spans:
+                bounds = np.array([(span.start, span.start + span.length) for span in spans])
+                self._spans = Spans(bounds, num_tokens)
+        shape = tensor.shape
+        has_tokens = len(shape) > 1 and self._num_tokens == (shape[0] if len(shape) == 2 else shape[0] * shape[1])
+        spans = self._spans if of_tokens and has_tokens else None
+        self._measurer.measure(tensor, spans)
+        stats = TensorStats(str(tensor.dtype), tuple(shape), requires_grad=tensor.requires_grad, shard=shard)
+        self._measured.append((stats, None if spans is None else len(self.passes) - 1))
+        return stats
+
+    def dump(self) -> tuple[list[Entry], pa.Table | None]:
+        """Copy the numbers from the device, once; return the entries with their statistics, and `StageDump.samples`."""
+        import pyarrow as pa  # runs that capture nothing do without
+
+        found = self._measurer.fetch()
+        row_of: dict[int, int] = {}
+        for row, (stats, _) in enumerate(self._measured):
+            row_of[id(stats)] = row
+            stats.min, stats.max, stats.mean, stats.norm = found.floats[row].tolist()
+            stats.num_nan, stats.num_inf, stats.num_zero, stats.num_subnormal, checksum = found.counts[row].tolist()
+            stats.checksum = f"{checksum % (1 << 64):016x}"
+        first_span = np.cumsum([0, *(len(one.spans) for one in self.passes)])
+        names, spans, sums = list[str](), list[np.ndarray](), list[np.ndarray]()
+        for entry in self._entries:
+            for path, stats in leaves(entry):
+                row = row_of[id(stats)]
+                if (number := self._measured[row][1]) is not None:
+                    names.append(f"{entry.name}|{path}")
+                    sums.append(found.spans_of[row])
+                    spans.append(first_span[number] + np.arange(len(sums[-1])))
+        if not names:
+            return self._entries, None
+        indices = np.repeat(np.arange(len(names), dtype=np.int32), [len(part) for part in sums])
+        total, square_sum, num_bad = np.concatenate(sums).T
+        return self._entries, pa.table({
+            "tensor": pa.DictionaryArray.from_arrays(indices, names), "span": np.concatenate(spans),
+            "sum": total, "square_sum": square_sum, "num_bad": num_bad.astype(np.int64),
+        })  # fmt: skip
+
+
 # --- operators ------------------------------------------------------------------------------------------------------
 
-_SPACES = (
-    ("torch.nn.functional.", "Functional"),
-    ("torch.Tensor.", "Tensor"),
-    ("torch.special.", "Torch"),
-    ("torch.", "Torch"),
-)
+_SPACES = {
+    "torch.nn.functional.": "Functional", "torch.Tensor.": "Tensor", "torch.special.": "Torch", "torch.": "Torch",
+}  # fmt: skip
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "neg", "rsub")
 # fmt: off
 _VIEWS = frozenset((
@@ -329,7 +431,7 @@ def operator_name(function: Any) -> str | None:
     name = resolve_name(function)
     if name is None or name.endswith((".__get__", ".__set__", ".__delete__")):
         return None
-    for space, kind in _SPACES:
+    for space, kind in _SPACES.items():
         if name.startswith(space):
             own = name.removeprefix(space)
             if "." in own or own in _VIEWS:

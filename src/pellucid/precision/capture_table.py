@@ -55,10 +55,9 @@ class Capture:
 def capture_table(captures: Sequence[Capture], *, by_sample: bool = False) -> pa.Table:
     """Return the table of one side of a comparison.
 
-    Args:
-        captures: one; by sample, those of all ranks.
-        by_sample: add up what forward calls of modules computed of the same tokens, and keep of whole tensors only the
-            parameters, their shards put together; otherwise calls are kept apart.
+    Calls of one capture are kept apart. `by_sample`, for the captures of all ranks, what forward calls of modules
+    computed of the same tokens is added up, and of whole tensors only the parameters are kept, their shards put
+    together.
 
     Returns:
         Columns: `tensor`, `<call>|<path>`; `tokens`; number of elements `size`, `sum` Σx, `square_sum` Σx², `num_nan`
@@ -149,12 +148,8 @@ def with_errors(joined: pa.Table, *, rounded: bool = False) -> pa.Table:
     elements that are off by a share r each, in no common direction, move Σx by about r·‖x‖ (bf16: 2e-3; another order
     of float32 additions: 1e-7 to 1e-6); a common direction can make it larger than r, and larger than 1. Other shapes,
     other numbers of NaN or Inf, and integers that are not equal make it inf. Floats of two dtypes are compared by
-    value. Where one side computes in another precision, rounding has such a common direction, and s·√n takes the place
-    of s in the first: ‖a − b‖ / s is then at least what comes out.
-
-    Args:
-        joined: from `join`.
-        rounded: one of the sides computes in another precision.
+    value. Where one side computes in another precision (`rounded`), rounding has such a common direction, and s·√n
+    takes the place of s in the first: ‖a − b‖ / s is then at least what comes out.
     """
     numeric = ("size", "sum", "square_sum", "max", "min", "num_nan", "num_inf")
     a, b = ({name: column(joined, name + side) for name in numeric} for side in ("", "_b"))

@@ -49,16 +49,12 @@ from pellucid.precision.matching import Place, tokens_of_passes, tokens_of_sampl
 from pellucid.stages import Stage
 
 RTOL = 1e-5
-"""Twice and more what another order of float32 additions makes; captures of one machine and one number of threads are
-equal.
-"""
+"""Twice and more what another order of float32 additions makes; on one machine captures are equal."""
 RTOL_BY_SAMPLE = 1e-4
 """Packed and one by one, float32 sums differ by a few 1e-6 at the end of a model; bf16 by 1e-3."""
 DRIFT_SHARE = 0.25
 """With so many outputs of another dtype it is the whole model that computes in it."""
 ROUND_OFF = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float32": 2.0**-24, "torch.float64": 2.0**-53}
-OTHER_ROUND_OFF = 2.0**-3
-"""Round-off of a dtype that is not named above: 8 bits."""
 _GRADIENT_OF_BIAS = rf"\.({PARAMETER_GRADIENTS}[.|]|{OPTIMIZER}\.\d+\|input).*bias"
 """The sum of the gradient that comes in, which is compared itself; where it cancels, the bias's own is noise."""
 _MAX_ROWS = 20
@@ -209,13 +205,13 @@ def _best(items: Iterable[Item], key: Callable[[Item], object], size: Callable[[
 def compare_stage(
     place: Place, a: Sequence[Capture], b: Sequence[Capture], *, by_sample: bool = False, rtol: float = RTOL
 ) -> StageComparison:
-    """Compare captures of a stage: one of each side call by call, or those of all ranks by sample.
+    """Compare captures of a stage, in the order in which the first of `a` ran.
 
     Args:
         place: which they are.
-        a: one side; execution order is that of its first capture.
-        b: the other.
-        by_sample: compare the first forward calls of modules, by the sums over the tokens that both sides have.
+        a: one capture; by sample, those of all ranks.
+        b: the other side.
+        by_sample: compare forward calls of modules by the sums over the tokens that both sides have, not call by call.
         rtol: the largest relative error that is none; an engine's weights must be the trainer's bit for bit.
 
     Raises:
@@ -307,7 +303,7 @@ def _drift(joined: pa.Table) -> tuple[str | None, float]:
     if not other or sum(one["count_all"] for one in other) < DRIFT_SHARE * sum(one["count_all"] for one in floats):
         return None, 0.0
     most = max(other, key=lambda one: one["count_all"])
-    round_off = max(ROUND_OFF.get(one[name], OTHER_ROUND_OFF) for one in other for name in ("dtype", "dtype_b"))
+    round_off = max(ROUND_OFF.get(one[name], 2.0**-3) for one in other for name in ("dtype", "dtype_b"))  # 8 bits
     return f"{most['dtype']} against {most['dtype_b']}".replace("torch.", ""), round_off
 
 

@@ -6,7 +6,6 @@ Reads the files of captures; `pellucid precision digest` prints what it finds.
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,21 +50,15 @@ def digest(path: Path) -> list[StepDigest]:
                 "has tensors without a checksum; of msprobe's captures only those in its md5 mode have them.",
                 'Capture with backend: native, or set "summary_mode": "md5" in the statistics section of its JSON.',
             )
-        own = hashlib.blake2b(_ADDED_UP.sub(b"", text), digest_size=8).hexdigest()
-        stages = of_step.setdefault(ref.step, {})
-        stages.setdefault(ref.stage, []).append(f"{ref.replica} {ref.call} {ref.rank} {own}")
+        own = f"{ref.replica} {ref.call} {ref.rank} {_hash(_ADDED_UP.sub(b'', text))}"
+        of_step.setdefault(ref.step, {}).setdefault(ref.stage, []).append(own)
         cut_short |= set() if about["complete"] else {ref.step}
     digests = []
     for step, captures in sorted(of_step.items()):
-        stages = {stage: _combined(members) for stage, members in captures.items()}
-        whole = _combined(f"{stage} {of}" for stage, of in stages.items())
-        digests.append(StepDigest(step, whole, stages, step not in cut_short))
+        stages = {stage: _hash("\n".join(members).encode()) for stage, members in captures.items()}
+        digests.append(StepDigest(step, _hash(repr(stages).encode()), stages, step not in cut_short))
     return digests
 
 
-def _combined(parts: Iterable[str]) -> str:
-    """Return 16 hex digits over texts, in their order."""
-    hasher = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        hasher.update(f"{part}\n".encode())
-    return hasher.hexdigest()
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

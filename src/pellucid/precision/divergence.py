@@ -114,12 +114,7 @@ def part_of(name: CallName, path: str) -> Part:
 
 
 def walk(calls: Calls, found: Mapping[int, Mapping[Part, Change]]) -> Iterator[Change]:
-    """Yield the errors in execution order, each with its position and the largest error of what went in.
-
-    Args:
-        calls: of the one capture.
-        found: the errors of each of its calls that the other has, too.
-    """
+    """Yield the errors of `found` in execution order, each with its position and the largest error of what went in."""
     scopes: dict[int | None, float] = defaultdict(lambda: SAME)
     """By call the largest error known in it so far: of what came in, and of what the calls in it gave back."""
     gradients = math.nan

@@ -165,18 +165,15 @@ class DumpRef:
 
 def leaves(entry: Entry) -> Iterator[tuple[str, TensorStats]]:
     """Yield the tensors of an entry with their paths, e.g. `output.0`, in the order in which they were recorded."""
-    yield from _leaves_in(entry.groups, "")
+    return _leaves_in(entry.groups, "")
 
 
 def _leaves_in(node: object, path: str) -> Iterator[tuple[str, TensorStats]]:
     if isinstance(node, TensorStats):
-        yield path, node
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield from _leaves_in(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            yield from _leaves_in(value, f"{path}.{index}" if path else str(index))
+        yield path[1:], node
+    elif isinstance(node, dict | list | tuple):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _leaves_in(value, f"{path}.{key}")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -253,8 +250,8 @@ def _written_tensor(stats: TensorStats) -> dict[str, Any]:
     # Where elements are counted, most counts are 0.
     unsaid = {**dict.fromkeys(_COUNTS, None if stats.checksum is None else 0), "checksum": None, "shard": None}
     said = {name: value for name, none in unsaid.items() if (value := getattr(stats, name)) != none}
-    leaf = {"type": "torch.Tensor", "dtype": stats.dtype, "shape": stats.shape, **numbers}
-    return {**leaf, "requires_grad": stats.requires_grad, **said}
+    about = {"type": "torch.Tensor", "dtype": stats.dtype, "shape": stats.shape}
+    return {**about, **numbers, "requires_grad": stats.requires_grad, **said}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -297,16 +294,13 @@ def _read_tensor(leaf: dict[str, Any]) -> TensorStats:
     checksum = leaf.get("checksum") or (None if str(leaf.get("md5")).startswith("0x") else leaf.get("md5"))
     unsaid = 0 if "checksum" in leaf else None
     numbers = {name.lower(): leaf.get(name) for name in ("Min", "Max", "Mean", "Norm")}
-    shard = leaf.get("shard")
+    shard = tuple(leaf["shard"]) if "shard" in leaf else None
     return TensorStats(
-        leaf["dtype"],
-        tuple(leaf["shape"]),
+        leaf["dtype"], tuple(leaf["shape"]), checksum=checksum, shard=shard,
+        requires_grad=leaf.get("requires_grad", False),
         **{name: math.nan if number is None else float(number) for name, number in numbers.items()},
         **{name: leaf.get(name, unsaid) for name in _COUNTS},
-        checksum=checksum,
-        requires_grad=leaf.get("requires_grad", False),
-        shard=None if shard is None else (shard[0], shard[1]),
-    )
+    )  # fmt: skip
 
 
 def _read_about(folder: Path) -> About:

@@ -50,11 +50,8 @@ def _extreme_keys(bits):
 def _count(bits, infinity, smallest_normal):
     """Return how many of `bits` are NaN, infinite, zero and subnormal."""
     as_bits = bits.dtype.type
-    most, bad_from, normal_from = (
-        as_bits((1 << (8 * bits.itemsize - 1)) - 1),
-        as_bits(infinity),
-        as_bits(smallest_normal),
-    )
+    most = as_bits((1 << (8 * bits.itemsize - 1)) - 1)
+    bad_from, normal_from = as_bits(infinity), as_bits(smallest_normal)
     nans = bad = zeros = small = 0
     for i in range(len(bits)):
         magnitude = as_bits(bits[i] & most)

@@ -89,13 +89,9 @@ def pairs_of(
 
 
 def trainer_and_rollout(refs: Sequence[DumpRef], stage: str | None) -> tuple[list[DumpRef], list[DumpRef]]:
-    """Choose of a run the training stage that runs the rollout's tokens with the same weights, and the rollout.
+    """Choose the training stage that runs the rollout's tokens, and the rollout, in the steps that have both.
 
-    Steps that have not both are left out.
-
-    Args:
-        refs: of a run.
-        stage: the training stage; None takes actor_compute_log_prob where it was captured, else actor_update.
+    Where `stage` is None, it is actor_compute_log_prob if that was captured, else actor_update.
 
     Raises:
         UserError: no step has both.

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msprobe.core.common.const import FileCheckConst
 from msprobe.core.common.exceptions import CodedException
 from msprobe.core.common.log import BaseLogger
 from msprobe.core.dump.common_config import CommonConfig
@@ -44,7 +43,6 @@ log = logging.getLogger("pellucid.observe")
 _LOG_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.DEBUG, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 _Debugger: Any = PrecisionDebugger
 _Operator: Any = HOOKModule
-_Paths: Any = FileCheckConst
 _session = threading.Lock()
 """Held from the beginning of a session until msprobe is out of the process again."""
 
@@ -75,17 +73,10 @@ def check(config_path: str, level: str | None) -> None:
 
 
 class MsprobeSession:
-    """One capture of one stage, by msprobe. Only one is open at a time in a process, and of its thread alone.
+    """One capture of one stage, by msprobe. Only one is open at a time in a process.
 
-    What the thread runs between `begin` and `end` is captured: operators, and the backward passes that autograd may
-    run on threads of its own.
-
-    Args:
-        models: the modules that the stage runs, every chunk; several are told apart by their number in the entries'
-            names.
-        folder: of the stage; files go into `step<call>/rank<rank>` of it.
-        config_path: msprobe's JSON config.
-        about: whose capture it is.
+    What the thread runs between `begin` and `save` is captured, and the backward passes that autograd may run on
+    threads of its own; files go into `step<call>/rank<rank>` of the stage's `folder`.
     """
 
     def __init__(self, models: Sequence[nn.Module], folder: Path, config_path: Path, about: About) -> None:
@@ -179,12 +170,10 @@ def _left_as_found(models: list[nn.Module]) -> Iterator[None]:
     hooks: list[MutableMapping[Any, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooks += [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     call, _Operator._call_func = _Operator._call_func, _surviving(_Operator._call_func)
-    # msprobe refuses folders with a blank or an equals sign in their names.
-    pattern, _Paths.FILE_VALID_PATTERN = _Paths.FILE_VALID_PATTERN, ""
     try:
         yield
     finally:
-        _Operator._call_func, _Paths.FILE_VALID_PATTERN = call, pattern
+        _Operator._call_func = call
         unpatch_dynamo_compile()
         unpatch_triton_jitfunction_run()
         for owner, attributes in before:

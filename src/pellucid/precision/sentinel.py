@@ -14,9 +14,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.precision.capture import NativeSession, class_name
-from pellucid.precision.dump import About, DumpRef, StageDump
+from pellucid.precision.dump import About, StageDump
 from pellucid.stages import PREFILL, ROLE_OF, Stage, TokenSpans, Unit
 
 Direction = Literal["forward", "backward", "optimizer"]
@@ -41,6 +40,8 @@ MAX_KEPT = 4096
 """Flags after which they are looked at, so that a long generation does not fill the memory with them."""
 MAX_LAYERS = 8
 """How many decoder layers have flags in generation."""
+_RUNS_AS = {Stage.VALIDATE: Stage.ROLLOUT_GENERATE}
+"""The stage whose models another stage runs."""
 _UNIT_NAMES = {Unit.MICRO_BATCH: "micro-batch", Unit.DECODE_STEP: "decode step"}
 
 
@@ -89,10 +90,6 @@ class Finding:
         tensor = f" At {self.tensor}." if self.tensor else ""
         return f"{self.what} {'first ' if self.reproduced else ''}in {', '.join(at)}; {self.cause}.{tensor}"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what `finding.json` holds: the fields, and the sentence."""
-        return {"sentence": self.sentence(), **asdict(self)}
-
 
 def not_found_again(place: str, kind: str, what: str, direction: Direction = "forward") -> Finding:
     """Return the finding of a failure that no repetition has explained."""
@@ -104,11 +101,9 @@ def first_bad(dump: StageDump) -> Finding | None:
     # Every run has findings' types at hand, and few ever read a capture.
     from pellucid.precision.compare import check_stage
     from pellucid.precision.divergence import REASONS, Kind
-    from pellucid.precision.matching import place_of
+    from pellucid.precision.matching import Place
 
-    about = dump.about
-    ref = DumpRef(about.step, about.stage, about.call, about.rank, None, Path())
-    if (found := check_stage(place_of(ref, ref), dump).divergence) is None:
+    if (found := check_stage(Place(dump.about.step, dump.about.stage, 0, "", ""), dump).divergence) is None:
         return None
     place, kind = {"scores": HEAD, "loss": LOSS}.get(found.module, found.module), found.module_class
     if found.kind in (Kind.INPUTS, Kind.LOSS):
@@ -199,13 +194,10 @@ class Sentinel:
         Raises:
             NonFiniteError: something in it is not finite, on whichever rank; every rank raises it.
         """
-        stage = self._locating or stage
-        models = () if stage is None else self.modules_of(_model_stage(stage))
-        if stage is None or not models:
-            yield
-            return
-        self._models = models
-        if self._locating:
+        stage = self._locating or (stage and _RUNS_AS.get(stage, stage))
+        models = () if stage is None else self.modules_of(stage)
+        self._models = models or self._models
+        if self._locating or not models:
             yield
             return
         flags, before = Flags(), self._flags
@@ -216,7 +208,7 @@ class Sentinel:
         handles = [
             module.register_forward_hook(partial(hook, path or "the model"))
             for model in models
-            for path, module in flagged_modules(model, samples=_model_stage(stage) is Stage.ROLLOUT_GENERATE)
+            for path, module in flagged_modules(model, samples=stage is Stage.ROLLOUT_GENERATE)
         ]
         self._flags = flags
         try:
@@ -235,7 +227,7 @@ class Sentinel:
 
     def locate(self, stage: Stage) -> None:
         """Let the next stage that is watched, a repetition of one that failed, be searched for where it goes wrong."""
-        self._locating, self.dump, self._captures = stage, None, True
+        self._locating, self.dump, self._captures = _RUNS_AS.get(stage, stage), None, True
         self._passes.clear()
 
     def take_finding(self) -> Finding | None:
@@ -288,7 +280,7 @@ class Sentinel:
         if not self._locating or not self._captures:
             yield
             return
-        stage, now = _model_stage(self._locating), time.time()
+        stage, now = self._locating, time.time()
         about = About(backend="native", level="L0", stage=str(stage), step=0, role=ROLE_OF[stage], started_at=now)
         self._session = session = NativeSession(self._models, about)
         with session:  # it keeps what it raises
@@ -313,10 +305,6 @@ class Sentinel:
     def _optimizer_step(self) -> Iterator[None]:
         """Enclose an optimizer step, and name the weights that it spoils: it cannot be repeated."""
         if self._locating:
-            if self._captures:  # what is added up over passes and ranks is in none of their captures
-                cause = "the gradients of each pass are finite, their sum is not"
-                bad = _bad_parameter(self._models, lambda parameter: parameter.grad, "backward", cause)
-                self._finding = bad or self._finding
             raise NonFiniteError("the repetition of an update", math.nan, [])
         if self._flags is not None:
             self._raise_flag(self._flags.first())
@@ -324,8 +312,7 @@ class Sentinel:
             yield
         except NonFiniteError as error:
             if error.quantity == UPDATED_WEIGHTS:
-                cause = "the gradients of the optimizer step that made it were finite"
-                self._finding = _bad_parameter(self._models, lambda parameter: parameter, "optimizer", cause)
+                self._finding = _bad_parameter(self._models)
             raise
 
     def _raise_flag(self, flag: Finding | None) -> None:
@@ -342,23 +329,14 @@ class Sentinel:
         return bool(tensor)
 
 
-def _model_stage(stage: Stage) -> Stage:
-    """Return the stage whose models a stage runs."""
-    return Stage.ROLLOUT_GENERATE if stage is Stage.VALIDATE else stage
-
-
-def _bad_parameter(
-    models: tuple[nn.Module, ...], of: Callable[[nn.Parameter], torch.Tensor | None], direction: Direction, cause: str
-) -> Finding | None:
-    """Return the first parameter, or gradient, of which this rank's part is not finite."""
+def _bad_parameter(models: tuple[nn.Module, ...]) -> Finding | None:
+    """Return the first parameter that an optimizer step has spoilt, of this rank's parts."""
     for name, parameter in (named for model in models for named in model.named_parameters()):
-        if (tensor := of(parameter)) is None:
-            continue
-        own = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-        num_nan, num_bad = int(own.isnan().sum()), int((~own.isfinite()).sum())
-        if num_bad:
-            what, counts = "NaN" if num_nan else "Inf", f"its part on this rank: {num_bad:,} of {own.numel():,} values"
-            return Finding(name, "parameter", direction, what, cause, counts)
+        own = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+        if num_bad := int((~own.isfinite()).sum()):
+            what, counts = "NaN" if own.isnan().any() else "Inf", f"{num_bad:,} of {own.numel():,} values on this rank"
+            cause = "the gradients of the optimizer step that made it were finite"
+            return Finding(name, "parameter", "optimizer", what, cause, counts)
     return None
 
 
