@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,9 @@ from pellucid.stages import TokenSpan, TokenSpans
 if TYPE_CHECKING:
     import pyarrow as pa
 
-HEAD = "Module.scores.TokenScores"
+HEAD_CALLS = "Module.scores.TokenScores"
 """Entries of what the output head, which is no module, makes of the final hidden states."""
-LOSS = "Module.loss.Loss"
+LOSS_CALLS = "Module.loss.Loss"
 
 
 class NativeSession:
@@ -55,7 +56,7 @@ class NativeSession:
         self._hooks = ExitStack()
         self._running: list[tuple[str, dict[str, Any]]] = []
         """Entry and inputs of each module that is running, outermost first."""
-        self._num_calls: defaultdict[str, int] = defaultdict(int)
+        self._num_calls: defaultdict[str, count[int]] = defaultdict(count)
         self._forward_calls: defaultdict[str, list[str]] = defaultdict(list)
         """Of each module, the backward calls that are still to come, the last first."""
         self._gradients: dict[str, Entry] = {}
@@ -95,16 +96,12 @@ class NativeSession:
         if not self._parameters:
             self.guarded(self._measure_parameters)()
 
-    def results(self, tensors: dict[str, torch.Tensor]) -> None:
-        """The pass's output head has computed these."""
-        self.guarded(self._record_results)(HEAD, tensors)
-
-    def loss(self, value: torch.Tensor) -> None:
-        """The pass's loss is this."""
-        self.guarded(self._record_results)(LOSS, {"loss": value})
+    def results(self, tensors: dict[str, torch.Tensor], owner: str = HEAD_CALLS) -> None:
+        """The pass's output head has computed these; or its loss, as `LOSS_CALLS`."""
+        self.guarded(self._record_results)(owner, tensors)
 
     def _record_results(self, prefix: str, tensors: dict[str, torch.Tensor]) -> None:
-        number = self._next_call(prefix)
+        number = next(self._num_calls[prefix])
         self.recorder.add(f"{prefix}.forward.{number}", None, {"output": [self.recorder.measure(tensors)]})
         gradients: dict[str, TensorStats] = {}
 
@@ -181,7 +178,7 @@ class NativeSession:
     def _before(self, prefix: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._listens():
             inputs = {"input_args": self.recorder.measure(args), "input_kwargs": self.recorder.measure(kwargs)}
-            self._running.append((f"{prefix}.forward.{self._next_call(prefix)}", inputs))
+            self._running.append((f"{prefix}.forward.{next(self._num_calls[prefix])}", inputs))
 
     def _after(self, prefix: str, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._listens() or not self._running or not self._running[-1][0].startswith(f"{prefix}.forward."):
@@ -197,10 +194,8 @@ class NativeSession:
         if learning and _reads_once(module):
             self._forward_calls[prefix].append(backward)
         elif learning:
-            self._keep(learning[0].register_hook(self.guarded(partial(self._output_gradient, backward))))
-
-    def _output_gradient(self, entry: str, gradient: torch.Tensor) -> None:
-        self.recorder.add(entry, None, {"input": [self.recorder.leaf(gradient)]})
+            hook = self.guarded(lambda of: self.recorder.add(backward, None, {"input": [self.recorder.leaf(of)]}))
+            self._keep(learning[0].register_hook(hook))
 
     def _backward(self, prefix: str, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> None:
         waiting = self._forward_calls[prefix]
@@ -237,7 +232,7 @@ class NativeSession:
         """Tell whether a call belongs to the capture: not another thread's, nor a checkpointed layer's second pass."""
         return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
 
-    def guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+    def guarded(self, hook: Callable[..., object]) -> Callable[..., None]:
         """Return the hook so that what it raises ends the capture instead of the training."""
 
         def guarded(*args: Any, **kwargs: Any) -> None:
@@ -255,10 +250,6 @@ class NativeSession:
         if isinstance(error, Exception):
             self.error = self.error or error
         return isinstance(error, Exception)
-
-    def _next_call(self, prefix: str) -> int:
-        self._num_calls[prefix] += 1
-        return self._num_calls[prefix] - 1
 
     def inside(self) -> str | None:
         """Return the entry of the module that is running."""
@@ -447,7 +438,7 @@ class OperatorRecorder(TorchFunctionMode):
     def __init__(self, session: NativeSession) -> None:
         super().__init__()
         self._session, self._recorder = session, session.recorder
-        self._num_calls: defaultdict[str, int] = defaultdict(int)
+        self._num_calls: defaultdict[str, count[int]] = defaultdict(count)
         self._read, self._record = session.guarded(self._read_inputs), session.guarded(self._record_call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -470,7 +461,7 @@ class OperatorRecorder(TorchFunctionMode):
         tensor = next((value for value in outputs if isinstance(value, torch.Tensor)), None)
         if tensor is None:
             return
-        number, self._num_calls[name] = self._num_calls[name], self._num_calls[name] + 1
+        number = next(self._num_calls[name])
         groups["output"] = self._recorder.measure(outputs)
         self._recorder.add(f"{name}.{number}.forward", self._session.inside(), groups)
         if tensor.grad_fn is not None and tensor.requires_grad:

@@ -173,12 +173,12 @@ def with_errors(joined: pa.Table, *, rounded: bool = False) -> pa.Table:
             np.abs(a["max"] - b["max"]) / largest, np.abs(a["min"] - b["min"]) / largest,
         ])  # fmt: skip
     parts = np.nan_to_num(parts, nan=0.0, posinf=np.inf)
-    is_integer, other_kind = (_is_integer(joined[name]) for name in ("dtype", "dtype_b"))
+    integers = [pc.match_substring_regex(joined[name], r"^torch\.(int|uint|bool)") for name in ("dtype", "dtype_b")]
+    is_integer, other_kind = (one.to_numpy() for one in integers)
     broken = (is_integer != other_kind) | (is_whole & (~_alike(joined, "shape") | (a["size"] != b["size"])))
     broken |= (np.isnan(a["norm"]) != np.isnan(b["norm"])) | (np.isinf(a["norm"]) != np.isinf(b["norm"]))
     broken |= is_counted & ((a["num_nan"] != b["num_nan"]) | (a["num_inf"] != b["num_inf"]) & is_whole)
-    lengths = [pc.utf8_length(joined[name]) for name in ("checksum", "checksum_b")]
-    is_checked = pc.fill_null(pc.equal(*lengths), False).to_numpy()
+    is_checked = pc.and_(pc.is_valid(joined["checksum"]), pc.is_valid(joined["checksum_b"])).to_numpy()
     checksum_differs = is_checked & _alike(joined, "dtype") & ~_alike(joined, "checksum")
     broken |= is_integer & ((parts > 1e-6).any(axis=0) | checksum_differs)
     is_same = _alike(joined, "checksum") & _alike(joined, "dtype") & _alike(joined, "shape")
@@ -192,10 +192,6 @@ def with_errors(joined: pa.Table, *, rounded: bool = False) -> pa.Table:
 def _alike(joined: pa.Table, name: str) -> np.ndarray:
     """Return where both sides of a join have the same value, and have one."""
     return pc.fill_null(pc.equal(joined[name], joined[f"{name}_b"]), False).to_numpy()
-
-
-def _is_integer(dtypes: pa.ChunkedArray) -> np.ndarray:
-    return pc.match_substring_regex(dtypes, r"^torch\.(int|uint|bool)").to_numpy()
 
 
 def with_nan_as_errors(table: pa.Table) -> pa.Table:

@@ -121,8 +121,6 @@ class StageComparison:
     num_calls: int
     """That both sides have."""
     max_error: float
-    num_bad: int
-    """Calls with an error beyond the limit; in a report, with NaN or Inf."""
     divergence: Divergence | None
     drift: str | None
     largest: list[Row]
@@ -372,16 +370,14 @@ def _stage_comparison(
         limits.growth if drift else lambda one: one.error,
     )
     modules: dict[str, tuple[float, str]] = {}
-    has_modules = any(name.is_module for name in names)
     for one in changes:
         name = names[one.call]
-        if name.is_module or not has_modules:
+        if name.is_module:
             modules[name.label] = max(modules.get(name.label, (SAME, "")), (one.error, quantity(name, one.part)))
     return StageComparison(
         place=place,
         num_calls=len(found),
         max_error=max((one.error for one in changes), default=SAME),
-        num_bad=len({one.call for one in changes if limits.exceeds(one)}),
         divergence=divergence,
         drift=drift,
         largest=[Row(**row_of(one)) for one in best],

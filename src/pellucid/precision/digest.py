@@ -45,11 +45,9 @@ def digest(path: Path) -> list[StepDigest]:
     for ref in find_dumps(path):
         text, about = (ref.folder / DUMP).read_bytes(), json.loads((ref.folder / CAPTURE).read_bytes())
         if about["backend"] == "msprobe" and b'"md5"' not in text:
-            raise UserError(
-                str(ref.folder),
-                "has tensors without a checksum; of msprobe's captures only those in its md5 mode have them.",
-                'Capture with backend: native, or set "summary_mode": "md5" in the statistics section of its JSON.',
-            )
+            reason = "has tensors without a checksum; of msprobe's captures only those in its md5 mode have them."
+            remedy = 'Capture with backend: native, or set "summary_mode": "md5" in the statistics section of its JSON.'
+            raise UserError(str(ref.folder), reason, remedy)
         own = f"{ref.replica} {ref.call} {ref.rank} {_hash(_ADDED_UP.sub(b'', text))}"
         of_step.setdefault(ref.step, {}).setdefault(ref.stage, []).append(own)
         cut_short |= set() if about["complete"] else {ref.step}

@@ -31,7 +31,6 @@ class Kind(StrEnum):
 
     OUTPUT = "output"
     INSIDE = "inside"
-    """A module in it gets a wrong input, though the modules before gave it a right one: its own code between them."""
     INPUTS = "inputs"
     LOSS = "loss"
     PARAMETERS = "parameters"
@@ -83,11 +82,10 @@ Changes = dict[int, dict[Part, Change]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What counts as a divergence."""
+    """What counts as a divergence; every module may add the `round_off` of computing with another dtype."""
 
     rtol: float
     round_off: float = 0.0
-    """Error that every module may add, in computing with another dtype."""
 
     def exceeds(self, change: Change) -> bool:
         """Whether an error counts."""

@@ -28,7 +28,6 @@ DUMP, CONSTRUCT, STACK = "dump.json", "construct.json", "stack.json"
 CAPTURE, SAMPLES = "capture.json", "samples.parquet"
 
 _COUNTS = ("num_nan", "num_inf", "num_zero", "num_subnormal")
-_FLOATING = ("torch.float", "torch.bfloat", "torch.complex")
 _PLACE = re.compile(r"(?:/rollout_replica(\d+))?/step_(\d+)/(\w+)/step(\d+)/rank(\d+)$")
 _BELOW = re.compile(r"(profile/)?(rollout_replica\d+/)?(step_\d+/)?(\w+/)?(step\d+/)?(rank\d+/)?" + CAPTURE)
 """Where captures lie below the folder of a rank, a call, a stage, a step, a replica, below `save_path` and a run."""
@@ -141,8 +140,6 @@ class StageDump:
     leaf>`; `span`, the number of a span among those of all passes; `sum` Σx, `square_sum` Σx², `num_bad` NaN and Inf.
     None where no tensor has one, and from msprobe.
     """
-    folder: Path | None = None
-    """Where it was read from."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -245,8 +242,7 @@ def _written(node: Any) -> Any:
 
 def _written_tensor(stats: TensorStats) -> dict[str, Any]:
     numbers = {"Max": stats.max, "Min": stats.min, "Mean": stats.mean, "Norm": stats.norm}
-    if 0 in stats.shape or not stats.dtype.startswith(_FLOATING):  # NaN is a value only of floats
-        numbers = {name: None if math.isnan(number) else number for name, number in numbers.items()}
+    numbers = {name: None if math.isnan(of) and not stats.num_nan else of for name, of in numbers.items()}
     # Where elements are counted, most counts are 0.
     unsaid = {**dict.fromkeys(_COUNTS, None if stats.checksum is None else 0), "checksum": None, "shard": None}
     said = {name: value for name, none in unsaid.items() if (value := getattr(stats, name)) != none}
@@ -278,7 +274,7 @@ def read_dump(folder: Path) -> StageDump:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"has a file that is torn, or of no capture ({type(error).__name__}: {error})."
         raise UserError(str(folder), reason, "Capture the stage again, or give another folder.") from error
-    return StageDump(about, entries, samples, folder)
+    return StageDump(about, entries, samples)
 
 
 def _read_node(node: Any) -> Any:
@@ -334,12 +330,9 @@ def find_dumps(path: Path) -> list[DumpRef]:
             of_replica = None if replica is None else int(replica)
             refs.append(DumpRef(int(step), stage, int(call), int(rank), of_replica, folder))
     if not refs:
-        raise UserError(
-            str(path),
-            "holds no precision capture." if path.is_dir() else "there is no such folder.",
-            "Give a run with global_profiler.tool: precision_debugger, the run's global_profiler.save_path where it "
-            "set one, or a folder of a step, stage or rank.",
-        )
+        reason = "holds no precision capture." if path.is_dir() else "there is no such folder."
+        remedy = "Give a run with global_profiler.tool: precision_debugger, its save_path, or a folder below."
+        raise UserError(str(path), reason, remedy)
     return sorted(
         refs, key=lambda ref: (ref.step, order.index(ref.stage), ref.replica or 0, ref.call, ref.rank, ref.folder)
     )

@@ -111,10 +111,10 @@ def trainer_and_rollout(refs: Sequence[DumpRef], stage: str | None) -> tuple[lis
 
 
 def _contents(refs: Sequence[DumpRef]) -> str:
-    steps = sorted({ref.step for ref in refs})
-    shown = ", ".join(map(str, steps[:8])) + (", …" if len(steps) > 8 else "")
+    """Return the steps, stages and ranks of captures."""
+    steps, ranks = (", ".join(map(str, sorted({getattr(ref, name) for ref in refs}))) for name in ("step", "rank"))
     stages = ", ".join(sorted({ref.stage for ref in refs}, key=_STAGES.index))
-    return f"step {shown}; {stages}; rank {', '.join(map(str, sorted({ref.rank for ref in refs})))}"
+    return f"step {steps}; {stages}; rank {ranks}"
 
 
 def tokens_of_passes(dump: StageDump, other: StageDump) -> list[str | None]:

@@ -120,10 +120,7 @@ class MsprobeSession:
         """Leave an optimizer step alone, too."""
 
     def save(self, folder: Path) -> list[Path]:
-        """End the capture, take msprobe out of the process and return the files; with an `error`, what there is.
-
-        What can be written is, also of a stage that raised; and whatever goes wrong here, msprobe is taken out.
-        """
+        """End the capture, take msprobe out of the process whatever goes wrong, and return the files that there are."""
         cause = sys.exception()
         try:
             with self._undo, _explained():
@@ -192,8 +189,7 @@ def _places() -> list[Any]:
     places = [torch.linalg, torch.jit, nn.utils, BackwardHook, BackwardHookFunction, torch.ops._C_ascend]
     places += [torch.distributed.Work] if torch.distributed.is_available() else []
     groups = api_register._api_types["pytorch"].values()
-    places += [place for read_and_replaced in groups for side in read_and_replaced for place in side]
-    return list({id(place): place for place in places}.values())
+    return places + [place for read_and_replaced in groups for side in read_and_replaced for place in side]
 
 
 def _is_of_msprobe(value: object) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
-from pellucid.precision.capture import NativeSession, class_name
+from pellucid.precision.capture import LOSS_CALLS, NativeSession, class_name
 from pellucid.precision.dump import About, StageDump
 from pellucid.stages import PREFILL, ROLE_OF, Stage, TokenSpans, Unit
 
-Direction = Literal["forward", "backward", "optimizer"]
 HEAD, LOSS, BATCH = "the head", "the loss", "the batch"
 _MAX_SHOWN = 4
 _NOT_FOUND_AGAIN = (
@@ -53,7 +52,8 @@ class Finding:
     """A module's name in the model (`model.layers.3.mlp.down_proj`), a parameter's, or `the loss`."""
     kind: str
     """The module's class; empty for what is no module."""
-    direction: Direction
+    direction: str
+    """`forward`, `backward` or `optimizer`."""
     what: str
     """`NaN`, `Inf` or `NaN and Inf`."""
     cause: str
@@ -91,7 +91,7 @@ class Finding:
         return f"{self.what} {'first ' if self.reproduced else ''}in {', '.join(at)}; {self.cause}.{tensor}"
 
 
-def not_found_again(place: str, kind: str, what: str, direction: Direction = "forward") -> Finding:
+def not_found_again(place: str, kind: str, what: str, direction: str = "forward") -> Finding:
     """Return the finding of a failure that no repetition has explained."""
     return Finding(place, kind, direction, what, _NOT_FOUND_AGAIN, reproduced=False)
 
@@ -108,11 +108,10 @@ def first_bad(dump: StageDump) -> Finding | None:
     place, kind = {"scores": HEAD, "loss": LOSS}.get(found.module, found.module), found.module_class
     if found.kind in (Kind.INPUTS, Kind.LOSS):
         place, kind = BATCH if found.kind is Kind.INPUTS else LOSS, ""
-    counts, direction = found.what.partition(" of ")[0], cast(Direction, found.direction)
-    kinds = " and ".join(name for name in ("NaN", "Inf") if name in counts)
+    kinds = " and ".join(name for name in ("NaN", "Inf") if name in found.what.partition(" of ")[0])
     cause = REASONS[found.kind].format(clean="finite", seen_at=found.seen_at)
     tensor, order = f"{found.path}: {found.what}", (0, found.position)
-    return Finding(place, kind, direction, kinds, cause, tensor, found.samples, order=order)
+    return Finding(place, kind, found.direction, kinds, cause, tensor, found.samples, order=order)
 
 
 def earliest(findings: Iterable[Finding | None]) -> Finding | None:
@@ -269,7 +268,7 @@ class Sentinel:
     def loss(self, value: torch.Tensor) -> None:
         """Capture a loss where a stage is repeated; a failure of the loss itself the engine raises."""
         if self._session is not None:
-            self._session.loss(value)
+            self._session.results({"loss": value}, LOSS_CALLS)
 
     @contextmanager
     def _pass(self, unit: str, spans: TokenSpans) -> Iterator[None]:

@@ -5,7 +5,7 @@ On CPU a numba kernel reads each tensor once (`kernels.py`); without numba, and 
 reductions find the same.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -16,8 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Kernel = Literal["numba", "torch"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -90,11 +88,10 @@ class Measurer:
         kernel: what measures; None is numba on CPU where it is installed, else PyTorch.
     """
 
-    def __init__(self, device: torch.device, kernel: Kernel | None = None) -> None:
-        self.kernel: Kernel = kernel or ("numba" if device.type == "cpu" and find_spec("numba") else "torch")
+    def __init__(self, device: torch.device, kernel: Literal["numba", "torch"] | None = None) -> None:
+        self.kernel = kernel or ("numba" if device.type == "cpu" and find_spec("numba") else "torch")
         self._device = device
-        reductions = _NumbaReductions() if self.kernel == "numba" else _TorchReductions(device)
-        self._reduce: Callable[[Tensor, Spans | None], Reduced] = reductions.reduce
+        self._reduce = (_NumbaReductions() if self.kernel == "numba" else _TorchReductions(device)).reduce
         self._floats: list[Tensor] = []
         """[rows, 4] and, below, int64[rows, 5] of tensors with elements."""
         self._counts: list[Tensor] = []

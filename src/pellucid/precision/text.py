@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import StrictUndefined, Template
 from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -108,9 +108,8 @@ def comparison_renderables(result: Comparison) -> Iterator[RenderableType]:
         ])  # fmt: skip
     stages = [stage for stage in result.stages if stage.divergence] or result.stages
     title = f"{min(len(stages), MAX_STAGES)} of {len(result.stages)} stages, steps and ranks"
-    yield _table(title, ["where", "calls", "wrong", "largest error", "first"], [
-        [stage.place.where, f"{stage.num_calls:,}", f"{stage.num_bad:,}",
-         error_text(stage.max_error) if result.b else "–",
+    yield _table(title, ["where", "calls", "largest error", "first"], [
+        [stage.place.where, f"{stage.num_calls:,}", error_text(stage.max_error) if result.b else "–",
          f"{subject(stage.divergence)}, {stage.divergence.pass_label}" if stage.divergence else "–"]
         for stage in stages[:MAX_STAGES]
     ])  # fmt: skip
@@ -133,8 +132,7 @@ def comparison_json(result: Comparison) -> dict[str, Any]:
     """Return a comparison or report as plain values: errors as numbers, "inf" where tensors cannot be compared."""
     stages = [
         asdict(stage.place)
-        | {"calls": stage.num_calls, "wrong": stage.num_bad, "max_error": stage.max_error}
-        | {"first_divergence": _flat(stage.divergence)}
+        | {"calls": stage.num_calls, "max_error": stage.max_error, "first_divergence": _flat(stage.divergence)}
         for stage in result.stages
     ]
     content = {
@@ -165,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 # --- heat map -------------------------------------------------------------------------------------------------------
 
-_ASSETS = Path(__file__).parents[1] / "assets"
+_HEAT_MAP = Path(__file__).parents[1] / "assets" / "precision_heatmap.html.j2"
 
 
 def level(error: float) -> str:
@@ -188,7 +186,5 @@ def heatmap_page(result: Comparison) -> str:
     console = Console(file=io.StringIO(), record=True, width=180)
     console.print(*comparison_renderables(result))
     said = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    environment = Environment(loader=FileSystemLoader(_ASSETS), autoescape=True, undefined=StrictUndefined)
-    environment.filters["level"] = level
-    template = environment.get_template("precision_heatmap.html.j2")
-    return template.render(result=result, said=said, stages=stages, first=result.divergence)
+    template = Template(_HEAT_MAP.read_text(encoding="utf-8"), autoescape=True, undefined=StrictUndefined)
+    return template.render(result=result, said=said, stages=stages, first=result.divergence, level=level)
