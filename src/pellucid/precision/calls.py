@@ -127,10 +127,7 @@ class Calls:
         return None if entry.parent is None else self.index_of.get(entry.parent)
 
     def _passes(self, dump: StageDump) -> list[int]:
-        """Return the pass of each entry: native captures say where passes begin; msprobe's count the calls of modules.
-
-        What is outside of modules is then in the latest pass.
-        """
+        """Return each entry's pass: native captures say where they begin; else it is the latest module's call."""
         if dump.about.backend == "native":
             starts = [one.first_entry for one in dump.about.passes]
             return [max(bisect(starts, index) - 1, 0) for index in range(len(dump.entries))]

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -236,27 +236,21 @@ class Sentinel:
             finding.rank, finding.num_ranks = dist.get_rank(), dist.get_world_size()
         return finding
 
-    @contextmanager
-    def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
+    def unit(
+        self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float
+    ) -> AbstractContextManager[None]:
         """Enclose a unit of work; no optimizer step begins while a flag is raised.
 
         Raises:
             NonFiniteError: before an optimizer step, a flag is raised on some rank; always where the stage is repeated.
         """
         if unit is Unit.OPTIMIZER_STEP:
-            with self._optimizer_step():
-                yield
-        elif spans is not None:
-            with self._pass(_UNIT_NAMES[unit], spans):
-                yield
-        else:
-            yield
+            return self._optimizer_step()
+        return nullcontext() if spans is None else self._pass(_UNIT_NAMES[unit], spans)
 
-    @contextmanager
-    def forward_pass(self, spans: TokenSpans) -> Iterator[None]:
+    def forward_pass(self, spans: TokenSpans) -> AbstractContextManager[None]:
         """Enclose a prefill."""
-        with self._pass(PREFILL, spans):
-            yield
+        return self._pass(PREFILL, spans)
 
     def results(self, **tensors: torch.Tensor | None) -> None:
         """Flag a head's results, or capture them."""
@@ -304,6 +298,10 @@ class Sentinel:
     def _optimizer_step(self) -> Iterator[None]:
         """Enclose an optimizer step, and name the weights that it spoils: it cannot be repeated."""
         if self._locating:
+            if self._captures:  # what is added up over passes and ranks is in none of their captures
+                gradients = [(name, parameter.grad) for name, parameter in self._parameters()]
+                cause = "the gradients of each pass are finite, their sum is not"
+                self._finding = _first_bad_part(gradients, "backward", cause) or self._finding
             raise NonFiniteError("the repetition of an update", math.nan, [])
         if self._flags is not None:
             self._raise_flag(self._flags.first())
@@ -311,8 +309,12 @@ class Sentinel:
             yield
         except NonFiniteError as error:
             if error.quantity == UPDATED_WEIGHTS:
-                self._finding = _bad_parameter(self._models)
+                cause = "the gradients of the optimizer step that made it were finite"
+                self._finding = _first_bad_part(self._parameters(), "optimizer", cause)
             raise
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return (named for model in self._models for named in model.named_parameters())
 
     def _raise_flag(self, flag: Finding | None) -> None:
         self._finding = flag or self._finding
@@ -328,14 +330,14 @@ class Sentinel:
         return bool(tensor)
 
 
-def _bad_parameter(models: tuple[nn.Module, ...]) -> Finding | None:
-    """Return the first parameter that an optimizer step has spoilt, of this rank's parts."""
-    for name, parameter in (named for model in models for named in model.named_parameters()):
-        own = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+def _first_bad_part(named: Iterable[tuple[str, Any]], direction: str, cause: str) -> Finding | None:
+    """Return the first parameter, or gradient, of which this rank's part is not finite."""
+    for name, tensor in named:
+        own = torch.empty(0) if tensor is None else tensor.detach()
+        own = own.to_local() if isinstance(own, DTensor) else own
         if num_bad := int((~own.isfinite()).sum()):
             what, counts = "NaN" if own.isnan().any() else "Inf", f"{num_bad:,} of {own.numel():,} values on this rank"
-            cause = "the gradients of the optimizer step that made it were finite"
-            return Finding(name, "parameter", "optimizer", what, cause, counts)
+            return Finding(name, "parameter", direction, what, cause, counts)
     return None
 
 
