@@ -57,7 +57,7 @@ BUDGETS = {
     ("rollout", "agents"): 1750,
     ("ranks",): 1470,
     ("observe",): 4620,
-    ("precision",): 3700,
+    ("precision",): 3200,
     ("metrics", "files"): 1150,
     ("cli", "doctor"): 2100,
 }
