@@ -120,7 +120,7 @@ class Measurer:
         if flat.storage_offset() * flat.element_size() % 8 or flat.stride(0) != 1:
             flat = flat.clone().as_strided(flat.shape, (1,))
         row = len(self._num_elements)
-        if spans is not None:
+        if spans is not None and not len(flat):
             self._spans[row] = torch.zeros((len(spans.bounds), 3), device=self._device)
         if len(flat):
             floats, counts, sums = self._reduce(flat, spans)
@@ -128,7 +128,8 @@ class Measurer:
             self._counts.append(counts)
             if len(self._floats) == _ROWS:  # many small tensors take much memory of a device
                 self._floats, self._counts = [torch.cat(self._floats)], [torch.cat(self._counts)]
-            self._spans |= {} if spans is None else {row: sums}
+            if spans is not None:
+                self._spans[row] = sums
         self._num_elements.append(len(flat))
         self._num_bytes.append(flat.nbytes)
         return row
