@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
 
 import numpy as np
 import torch
@@ -85,10 +84,10 @@ class Measurer:
 
     Args:
         device: where tensors lie; others, such as offloaded weights, are copied there.
-        kernel: what measures; None is numba on CPU where it is installed, else PyTorch.
+        kernel: numba or torch; None is numba on CPU where it is installed, else PyTorch.
     """
 
-    def __init__(self, device: torch.device, kernel: Literal["numba", "torch"] | None = None) -> None:
+    def __init__(self, device: torch.device, kernel: str | None = None) -> None:
         self.kernel = kernel or ("numba" if device.type == "cpu" and find_spec("numba") else "torch")
         self._device = device
         self._reduce = (_NumbaReductions() if self.kernel == "numba" else _TorchReductions(device)).reduce
