@@ -46,8 +46,7 @@ def main() -> None:
     setup = Setup(options.model, options.micro_tokens)
     settings = [SimulateMismatchConfig()]
     if options.simulate:
-        settings += [SimulateMismatchConfig(dtype="bfloat16"), SimulateMismatchConfig(dtype="int8")]
-        settings += [SimulateMismatchConfig(noise=noise) for noise in options.noise]
+        settings += [SimulateMismatchConfig(dtype="bfloat16"), *(SimulateMismatchConfig(noise=noise) for noise in options.noise)]
     rows = [gap(setup, one) for one in settings]
     report(f"rollout against training log-probs, trainer in float32, {options.model}", rows, options.json)
 

@@ -224,7 +224,7 @@ def test_an_unknown_key_names_the_nearest(recipe, override, key, meant):
         ("algorithm.rollout_is_mode=clipp", ["Did you mean 'clip'?"]),
         ("algorithm.rollout_correction_preset=tokenis", ["Did you mean 'token_is'?"]),
         ("critic.strategy=megatron", ["critic.strategy", "'megatron' is not one of"]),
-        ("actor_rollout_ref.rollout.simulate_mismatch.dtype=int4", ["bfloat16 | int8 or null"]),
+        ("actor_rollout_ref.rollout.simulate_mismatch.dtype=int4", ["bfloat16 or null"]),
         ("trainer.placement=slurm", ["'slurm'", "local | ray"]),
         ("trainer.logger=[consle]", ["trainer.logger[0]", "Did you mean 'console'?"]),
         ("trainer.logger=console", ["trainer.logger", "list of"]),

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.config.schema.rollout import SimulateMismatchConfig
-from pellucid.errors import UserError
 from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
 from pellucid.rollout.native.cache import KVCache
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
@@ -147,37 +146,6 @@ def test_bfloat16_samples_rounded_weights_in_bfloat16(actor, monkeypatch):
     assert float(reference_gap(sample_rollouts(make_engine(actor), PROMPTS, PARAMS, stream=STREAM), own).abs().max()) < 1e-4
 
 
-def test_int8_rounds_each_output_channel_of_the_linear_layers(actor):
-    own, engine = copy_weights(actor), make_engine(actor, dtype="int8")
-    sampled = sampled_weights(actor, engine)
-    changed = {name for name in own if not torch.equal(sampled[name], own[name])}
-    assert changed == {name for name in own if name.endswith("proj.weight")} and len(changed) == 7 * 4
-    name = "model.layers.2.mlp.down_proj.weight"
-    for row in range(0, 128, 31):  # by hand, in float64
-        values = own[name][row].double().tolist()
-        step = max(abs(value) for value in values) / 127
-        expected = [round(value / step) * step for value in values]
-        assert sampled[name][row].tolist() == pytest.approx(expected, abs=1e-6 * 127 * step)
-    rollouts = sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
-    assert float(reference_gap(rollouts, sampled).abs().max()) < 1e-4
-    assert 1e-4 < float(reference_gap(rollouts, own).abs().mean()) < 0.05
-
-
-def test_int8_keeps_a_channel_of_zeros(actor):
-    with torch.no_grad():
-        actor.model.get_parameter("model.layers.0.self_attn.q_proj.weight")[3] = 0.0
-    sampled = sampled_weights(actor, make_engine(actor, dtype="int8"))
-    assert not sampled["model.layers.0.self_attn.q_proj.weight"][3].any()
-    assert all(torch.isfinite(weight).all() for weight in sampled.values())
-
-
-def test_int8_of_a_model_without_linear_layers_is_refused(actor):
-    for layer in actor.model.get_decoder().layers:
-        layer.self_attn, layer.mlp = torch.nn.Identity(), torch.nn.Identity()
-    with pytest.raises(UserError, match="no linear layers"):
-        make_engine(actor, dtype="int8")
-
-
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +231,7 @@ def test_adapters_are_perturbed_like_other_weights(actor):
     assert sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM) == native
     assert all(".lora_" in name for snapshot in engine.policy._ring for name in snapshot.weights)
     own = copy_weights(adapted)
-    for fields in ({"dtype": "bfloat16"}, {"dtype": "int8", "noise": 0.05}):
+    for fields in ({"dtype": "bfloat16"}, {"noise": 0.05}):
         assert sample_rollouts(make_engine(adapted, **fields), PROMPTS, PARAMS, stream=STREAM) != native
         assert_equal_weights(copy_weights(adapted), own)
 
@@ -285,7 +253,7 @@ def test_the_settings_compose_stale_then_noise_then_dtype(actor):
 # --- the trained weights ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", None])
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_trained_weights_are_untouched(actor, dtype, fails):
     def stop(*_: object) -> None:
@@ -315,7 +283,7 @@ def test_the_trained_weights_are_untouched(actor, dtype, fails):
 
 def test_gradients_are_the_same_after_sampling(actor):
     inputs, gradients = pack([TokenSequence([5, 6, 7], [8, 9], 0)], CPU), []
-    for engine in (None, make_engine(actor, dtype="bfloat16"), make_engine(actor, dtype="int8", noise=0.1)):
+    for engine in (None, make_engine(actor, dtype="bfloat16"), make_engine(actor, noise=0.1)):
         if engine is not None:
             sample_rollouts(engine, PROMPTS, PARAMS, stream=STREAM)
         hidden = actor.model.get_decoder()(
@@ -350,7 +318,7 @@ def test_weights_come_back_when_the_exchange_itself_fails(actor, monkeypatch):
 
 @pytest.mark.parametrize("saved_after", [1, 2, 4])
 def test_a_resumed_run_samples_what_the_uninterrupted_one_does(actor, tmp_path, saved_after):
-    fields = {"dtype": "int8", "stale_steps": 2, "noise": 0.05}
+    fields = {"dtype": "bfloat16", "stale_steps": 2, "noise": 0.05}
     engine, expected = make_engine(actor, **fields), []
     for step in range(1, 8):
         expected.append(sample_rollouts(engine, PROMPTS, PARAMS, stream=("rollout", step)))

@@ -34,8 +34,8 @@ class ValSamplingConfig:
 class SimulateMismatchConfig:
     """The mismatch laboratory: training samples come from a policy that differs from the trained one on purpose."""
 
-    dtype: Annotated[Literal["bfloat16", "int8"], Alias("bf16", "bfloat16")] | None = None
-    """Sample in this format: bfloat16 in all, int8 for the weights of the linear layers; null keeps the trained one."""
+    dtype: Annotated[Literal["bfloat16"], Alias("bf16", "bfloat16")] | None = None
+    """Sample with weights, activations and cache in this format; null keeps the trained one."""
     stale_steps: Annotated[int, Range(ge=0)] = 0
     """Sample with the weights of this many steps ago, or the oldest there are."""
     noise: Annotated[float, Range(ge=0)] = 0.0

@@ -1,6 +1,6 @@
 """The mismatch laboratory: a rollout policy that differs from the trained one by a known, repeatable amount.
 
-While the native engine decodes, the trainer's model holds older, noisier or coarser weights; the recorded log-probs
+While the native engine decodes, the trainer's model holds older, noisier or rounded weights; the recorded log-probs
 are those of the weights that sampled, as they would be from a separate inference engine.
 """
 
@@ -17,10 +17,8 @@ from transformers import PreTrainedModel
 
 from pellucid import seeding
 from pellucid.config.schema.rollout import SimulateMismatchConfig
-from pellucid.errors import UserError
 from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.requests import WeightUpdate
-from pellucid.training.common.models import output_head
 
 STALE_WEIGHTS_FILE = "stale_rollout_weights.safetensors"
 _VERSIONS = "__versions__"
@@ -48,25 +46,15 @@ class MismatchedPolicy:
     Args:
         policy: the trained policy.
         config: what to change, in the order stale, noise, dtype. `bfloat16` makes weights, activations, residual
-            stream and cache bf16, as a bf16 inference engine computes; `int8` rounds the weights of the linear layers
-            to 8 bits an output channel; noise is Gaussian, in units of the rms of each weight tensor; stale weights
-            are as they were that many updates ago, or the oldest there are.
+            stream and cache bf16, as a bf16 inference engine computes; noise is Gaussian, in units of the rms of each
+            weight tensor; stale weights are as they were that many updates ago, or the oldest there are.
         seed: the run's seed, from which the noise derives.
-
-    Raises:
-        UserError: int8 is asked for and the model has no linear layers.
     """
 
     def __init__(self, policy: SampledPolicy, config: SimulateMismatchConfig, seed: int) -> None:
         self._policy, self._config, self._seed = policy, config, seed
         self.model, self.device = policy.model, policy.device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else policy.dtype
-        if config.dtype == "int8" and not _linear_weights(policy.model):
-            raise UserError(
-                "actor_rollout_ref.rollout.simulate_mismatch.dtype",
-                f"{type(policy.model).__name__} has no linear layers whose weights int8 could round.",
-                "Use bfloat16, or noise.",
-            )
         self._ring: deque[_Snapshot] = deque(maxlen=config.stale_steps + 1)
         """The weights of the last stale_steps + 1 updates, oldest first; empty while stale_steps is 0."""
 
@@ -100,19 +88,12 @@ class MismatchedPolicy:
 
     def _perturbed(self, snapshot: _Snapshot) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Yield each parameter with the weight to sample from."""
-        model, config = self.model, self._config
-        quantised = _linear_weights(model) if config.dtype == "int8" else set()
-        for name, parameter in model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             weight = snapshot.weights[name] if name in snapshot.weights else parameter.detach()
-            if config.noise:
-                weight = _add_noise(
-                    weight, config.noise, seeding.derive_seed(self._seed, "mismatch_noise", snapshot.version, name)
-                )
-            if config.dtype == "bfloat16":
-                weight = weight.to(torch.bfloat16)
-            elif name in quantised:
-                weight = _fake_int8(weight)
-            yield parameter, weight
+            if noise := self._config.noise:
+                seed = seeding.derive_seed(self._seed, "mismatch_noise", snapshot.version, name)
+                weight = _add_noise(weight, noise, seed)
+            yield parameter, weight.to(torch.bfloat16) if self._config.dtype == "bfloat16" else weight
 
     def save(self, folder: Path) -> None:
         """Write the kept weights, if any, into `folder`, so that a resumed run samples from the same ones."""
@@ -161,21 +142,8 @@ class _Exchanged:
             parameter.data = data
 
 
-def _linear_weights(model: PreTrainedModel) -> set[str]:
-    """Return the names of the linear layers' weights, without the output head, which int8 engines keep in full."""
-    head = output_head(model).weight
-    linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    return {name for name in linears if model.get_parameter(name) is not head}
-
-
 def _add_noise(weight: torch.Tensor, noise: float, seed: int) -> torch.Tensor:
     """Return weight + noise · rms(weight) · N(0, 1); drawn on the CPU, so that every device adds the same."""
     draw = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     rms = weight.float().square().mean().sqrt()
     return weight + draw.to(weight.device, weight.dtype).mul_(noise * rms)
-
-
-def _fake_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Return weight [out, in] as symmetric 8-bit quantisation with one scale an output channel represents it."""
-    scale = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / 127
-    return (weight / scale).round_() * scale
