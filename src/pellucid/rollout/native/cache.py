@@ -69,33 +69,40 @@ class KVCache:
         if needed > self.own.shape[4]:
             self.own = _grow(self.own, 0, max(needed, self.own.shape[4] * 3 // 2))
 
-    def keep_rows(self, keep: torch.Tensor) -> None:
-        """Keep the active rows at index `keep` [B'], in that order (which may only move rows towards the front)."""
-        moved = (keep != torch.arange(len(keep), device=self.device)).nonzero()[:, 0]
+    def keep_rows(self, order: list[int]) -> None:
+        """Keep the active rows that `order` names, in that order (`closed_up`)."""
+        moved, places = _moves(order, self.device)
         if len(moved):
-            length = int(self.own_length[keep[moved]].max())
-            self.own[:, :, moved, :, :length] = self.own[:, :, keep[moved], :, :length]
-        self.own_length, self.row_group = self.own_length[keep], self.row_group[keep]
+            length = int(self.own_length[places].max())
+            self.own[:, :, moved, :, :length] = self.own[:, :, places, :, :length]
+        self.own_length, self.row_group = self.own_length[order], self.row_group[order]
 
-    def drop_unused_groups(self) -> torch.Tensor:
-        """Drop prefix slots that no active row reads; return the [G] map from old slot to new (−1 for dropped)."""
-        used = torch.unique(self.row_group)
-        slot_map = torch.full((len(self.prefix_length),), -1, dtype=torch.int64, device=self.device)
-        if len(used) < len(self.prefix_length):
-            # Fill holes from the back so that only the moved prompts are copied.
-            holes = torch.tensor(
-                sorted(set(range(len(used))) - set(used.tolist())), dtype=torch.int64, device=self.device
-            )
-            movers = used[used >= len(used)]
-            slot_map[used] = used
-            slot_map[movers] = holes
-            self.prefix[:, :, holes] = self.prefix[:, :, movers]
-            self.prefix_length[holes] = self.prefix_length[movers]
-            self.prefix_length = self.prefix_length[: len(used)]
-            self.row_group = slot_map[self.row_group]
-        else:
-            slot_map[used] = used
-        return slot_map
+    def drop_unused_groups(self) -> dict[int, int]:
+        """Drop prefix slots that no active row reads; return {old slot: new slot} of the others."""
+        order = closed_up(self.row_group.unique().tolist())
+        moved, places = _moves(order, self.device)
+        self.prefix[:, :, moved] = self.prefix[:, :, places]
+        self.prefix_length = self.prefix_length[order]
+        new_slot = {old: new for new, old in enumerate(order)}
+        slots = [new_slot[old] for old in self.row_group.tolist()]
+        self.row_group = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return new_slot
+
+
+def closed_up(kept: list[int]) -> list[int]:
+    """Return which of the `kept` places, in ascending order, comes to each of the first ones.
+
+    Those at the back fill the holes, so that at most as many are moved as are not kept.
+    """
+    stay, movers = {place for place in kept if place < len(kept)}, [place for place in kept if place >= len(kept)]
+    return [place if place in stay else movers.pop(0) for place in range(len(kept))]
+
+
+def _moves(order: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places that get another content, and where it is."""
+    moved = [(new, old) for new, old in enumerate(order) if new != old]
+    places = torch.tensor(moved, dtype=torch.int64, device=device).reshape(-1, 2)
+    return places[:, 0], places[:, 1]
 
 
 class PrefillAttention(PackedAttention):

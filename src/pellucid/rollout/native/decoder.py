@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid import seeding
 from pellucid.errors import UserError
-from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention
+from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention, closed_up
 from pellucid.rollout.native.sampling import draw_tokens
 from pellucid.rollout.requests import Completion, Request, SamplingParams, Trajectory
 from pellucid.stages import Probe, TokenSpan, Unit
@@ -309,22 +309,15 @@ class Decoder:
                     tokens = [*row.request.token_ids, *row.token_ids[:-1]]
                     self.kept[row.request.stream.trajectory] = _KeptTrajectory(tokens, self.cache.copy_out(index))
                 finished.append((row, self.completion(row, reason)))
-        # Rows from the back fill the holes, so that at most as many rows are copied as have finished.
-        holes = [index for index in range(len(keep)) if done[index] is not None]
-        movers = [index for index in keep if index >= len(keep)]
-        order = list(range(len(keep)))
-        for hole, mover in zip(holes, movers):
-            order[hole] = mover
+        order = closed_up(keep)
         self.rows = [self.rows[index] for index in order]
-        index = torch.tensor(order, dtype=torch.int64, device=self._device)
-        self.cache.keep_rows(index)
-        self._last_token = self._last_token[index]
+        self.cache.keep_rows(order)
+        self._last_token = self._last_token[order]
         if not (self.waiting and self._shared_prefix(self.waiting[0])):  # a group of which some samples still wait
-            slot_map = self.cache.drop_unused_groups().tolist()
-            for key, prefix in list(self._prefixes.items()):
-                prefix.slot = slot_map[prefix.slot]
-                if prefix.slot < 0:
-                    del self._prefixes[key]
+            new_slot = self.cache.drop_unused_groups()
+            self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if prefix.slot in new_slot}
+            for prefix in self._prefixes.values():
+                prefix.slot = new_slot[prefix.slot]
         return finished
 
     def _finish_reason(self, row: Row) -> FinishReason | None:
