@@ -4,7 +4,6 @@ The engine asks with a whole mini-batch. Each rank computes the same split from 
 nothing is sent.
 """
 
-import bisect
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ SUM_RESOLUTION = 2**14
 """Steps in which the subset sums of a pair of ranks are counted."""
 
 Unit = tuple[int, list[int]]
-"""Tokens, and the rows that they are of."""
+"""Tokens, and the rows that they are of: those of a rank, of a group, or one of a group that is divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +54,25 @@ def split_over_ranks(sequences: list[TokenSequence], num_ranks: int, *, balance:
         balance: False gives each rank as many sequences in batch order.
 
     Returns:
-        Row indices of each rank; every row appears once. A rank has none only where sequences are fewer than ranks.
+        Row indices of each rank; every row appears once.
     """
-    lengths = _Lengths(sequences)
-    shares = _balanced(lengths, num_ranks) if balance else _in_batch_order(len(sequences), num_ranks)
+    lengths, shares = _Lengths(sequences), _in_batch_order(len(sequences), num_ranks)
+    if balance:
+        balanced = _balanced(lengths, num_ranks)
+        target = (1 + TOLERANCE) * lengths.even_share(num_ranks)
+        shares = min(balanced, shares, key=lambda each: max(target, *map(lengths.tokens, each)))  # the first, if equal
     return [sorted(rows, key=lambda row: (lengths.group[row], row)) for rows in shares]
 
 
 def measure_balance(sequences: list[TokenSequence], shares: list[list[int]]) -> RankBalance:
     """Return how even `shares`, the rows of each rank, are, and how even they would be in batch order."""
     lengths = _Lengths(sequences)
-    return RankBalance(
-        before=lengths.imbalance(_in_batch_order(len(sequences), len(shares))), after=lengths.imbalance(shares)
-    )
+
+    def imbalance(shares: list[list[int]]) -> float:
+        tokens = [lengths.tokens(rows) for rows in shares]
+        return max(tokens) * len(tokens) / sum(tokens) if any(tokens) else 1.0
+
+    return RankBalance(imbalance(_in_batch_order(len(sequences), len(shares))), imbalance(shares))
 
 
 class _Lengths:
@@ -82,23 +87,16 @@ class _Lengths:
         prompts = {self.group[row]: self.prompt[row] for row in rows}
         return sum(prompts.values()) + sum([self.response[row] for row in rows])
 
-    def longest(self, shares: list[list[int]]) -> int:
-        return max(map(self.tokens, shares))
-
-    def imbalance(self, shares: list[list[int]]) -> float:
-        tokens = [self.tokens(rows) for rows in shares]
-        return max(tokens) * len(tokens) / max(sum(tokens), 1) if any(tokens) else 1.0
-
     def groups(self, rows: Iterable[int]) -> list[Unit]:
-        """Return `rows` group by group."""
+        """Return `rows` group by group, the costliest first."""
         rows_of: dict[int, list[int]] = {}
         for row in rows:
             rows_of.setdefault(self.group[row], []).append(row)
-        return [(self.tokens(members), members) for members in rows_of.values()]
+        return sorted(((self.tokens(members), members) for members in rows_of.values()), reverse=True)
 
-    def single(self, rows: list[int]) -> list[Unit]:
-        """Return each of `rows` without its prompt."""
-        return [(self.response[row], [row]) for row in rows]
+    def even_share(self, num_ranks: int) -> float:
+        """Return the tokens of each rank where all have as many and no group is divided."""
+        return self.tokens(list(range(len(self.group)))) / num_ranks
 
 
 def _in_batch_order(num_rows: int, num_ranks: int) -> list[list[int]]:
@@ -107,99 +105,56 @@ def _in_batch_order(num_rows: int, num_ranks: int) -> list[list[int]]:
 
 
 def _balanced(lengths: _Lengths, num_ranks: int) -> list[list[int]]:
-    groups = lengths.groups(range(len(lengths.group)))
-    even_share = sum(tokens for tokens, _ in groups) / num_ranks
-    target, min_gain = even_share * (1 + TOLERANCE), even_share * WORTHWHILE_GAIN
-    dealt = _dealt(_at_least(num_ranks, groups, lengths), num_ranks)
-    whole = _levelled(dealt, lengths, target, min_gain, may_divide=False)
-    divided = _levelled(whole, lengths, target, min_gain, may_divide=True)
-    in_order = _in_batch_order(len(lengths.group), num_ranks)
-    # The first of them, if equal.
-    return min(whole, divided, in_order, key=lambda shares: max(lengths.longest(shares), target))
+    ranks: list[Unit] = [(0, []) for _ in range(num_ranks)]  # a heap
+    for tokens, rows in lengths.groups(range(len(lengths.group))):
+        heapq.heapreplace(ranks, (ranks[0][0] + tokens, ranks[0][1] + rows))
+    even_share = lengths.even_share(num_ranks)
+    for target in (None, even_share * (1 + TOLERANCE)):
+        while _shorten_longest(ranks, lengths, even_share * WORTHWHILE_GAIN, target):
+            pass
+    return [rows for _, rows in ranks]
 
 
-def _at_least(number: int, groups: list[Unit], lengths: _Lengths) -> list[Unit]:
-    """Return the groups, costliest first; the costliest are divided until each rank can have one, if possible."""
-    heap = [(-tokens, rows) for tokens, rows in groups]
-    heapq.heapify(heap)
-    single = []
-    while heap and len(heap) + len(single) < number:
-        tokens, rows = heapq.heappop(heap)
-        if len(rows) == 1:
-            single.append((tokens, rows))
-            continue
-        for half in _halves(lengths.single(rows))[1]:
-            heapq.heappush(heap, (-lengths.tokens(half), half))
-    return [(-tokens, rows) for tokens, rows in sorted(heap + single)]
+def _shorten_longest(ranks: list[Unit], lengths: _Lengths, min_gain: float, target: float | None) -> bool:
+    """Let the longest of `ranks` and another share their rows anew; return whether that has made it shorter.
+
+    With a `target` they divide groups, and nothing is done once no rank has more tokens.
+    """
+    ranks.sort()
+    load, longest = ranks[-1]
+    if target is not None and load <= target:
+        return False
+    for partner in range(0, len(ranks) - 1, 1 + (len(ranks) - 1) // MAX_PARTNERS):
+        halves = _shared_anew(longest + ranks[partner][1], lengths, target)
+        if max(halves)[0] < load - min_gain:
+            ranks[partner], ranks[-1] = halves
+            return True
+    return False
 
 
-def _dealt(units: list[Unit], num_ranks: int) -> list[list[int]]:
-    """Give each unit in turn to the rank with the fewest tokens."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    heap = [(0, 0, rank) for rank in range(num_ranks)]
-    for tokens, rows in units:
-        load, num_rows, rank = heap[0]
-        shares[rank] += rows
-        heapq.heapreplace(heap, (load + tokens, num_rows + len(rows), rank))
-    return shares
-
-
-def _levelled(
-    shares: list[list[int]], lengths: _Lengths, target: float, min_gain: float, *, may_divide: bool
-) -> list[list[int]]:
-    """Return `shares` with the longest rank shortened, again and again, by what it and another can do between them."""
-    shares = list(shares)
-    ranks = sorted((lengths.tokens(rows), rank) for rank, rows in enumerate(shares))
-    while not (may_divide and ranks[-1][0] <= target):
-        load, longest = ranks[-1]
-        for partner in ranks[: -1 : 1 + (len(ranks) - 1) // MAX_PARTNERS]:
-            halves = _shared_anew(shares[longest] + shares[partner[1]], lengths, target, may_divide=may_divide)
-            loads = [lengths.tokens(rows) for rows in halves]
-            if max(loads) < load - min_gain:
-                break
-        else:
-            break
-        ranks.pop()
-        ranks.remove(partner)
-        for rank, rows, tokens in zip((longest, partner[1]), halves, loads):
-            shares[rank] = rows
-            bisect.insort(ranks, (tokens, rank))
-    return shares
-
-
-def _shared_anew(rows: list[int], lengths: _Lengths, target: float, *, may_divide: bool) -> list[list[int]]:
+def _shared_anew(rows: list[int], lengths: _Lengths, target: float | None) -> list[Unit]:
     """Return the rows of two ranks in two halves, with one group divided where whole groups miss the target."""
     groups = lengths.groups(rows)
-    longer, best = _halves(groups)
-    if not may_divide or longer <= target:
+    best = [(lengths.tokens(half), half) for half in _halves(groups)]
+    if target is None or max(best)[0] <= target:
         return best
-    for group in sorted((group for group in groups if len(group[1]) > 1), reverse=True)[:MAX_CUTS]:
-        whole = [other for other in groups if other is not group]
-        tokens, halves = _halves(whole + lengths.single(group[1]))
-        tokens += lengths.prompt[group[1][0]]  # on both sides
-        if tokens < longer:
-            longer, best = tokens, halves
+    for group in [group for group in groups if len(group[1]) > 1][:MAX_CUTS]:
+        units = [other for other in groups if other is not group] + [(lengths.response[row], [row]) for row in group[1]]
+        best = min(best, [(lengths.tokens(half), half) for half in _halves(units)], key=max)
     return best
 
 
-def _halves(units: list[Unit]) -> tuple[int, list[list[int]]]:
-    """Divide `units` in two by the subset of them that comes closest to half of their tokens.
-
-    Returns:
-        The tokens of the longer half, and the rows of both.
-    """
+def _halves(units: list[Unit]) -> tuple[list[int], list[int]]:
+    """Divide the rows of `units` in two by the subset of them that comes closest to half of their tokens."""
     step = 1 + sum(tokens for tokens, _ in units) // SUM_RESOLUTION
     sizes = [max(round(tokens / step), 1) for tokens, _ in units]  # none is zero: of two or more, each half gets one
     sums = [1]  # bit k of the i-th number: some of the first i units add up to k
     for size in sizes:
         sums.append(sums[-1] | sums[-1] << size)
     left = (sums[-1] & ((1 << sum(sizes) // 2 + 1) - 1)).bit_length() - 1
-    loads: list[int] = [0, 0]
-    halves: list[list[int]] = [[], []]
+    halves: tuple[list[int], list[int]] = [], []
     for index in reversed(range(len(units))):
-        tokens, rows = units[index]
         taken = not sums[index] >> left & 1
         left -= sizes[index] * taken
-        loads[taken] += tokens
-        halves[taken].extend(rows)
-    return max(loads), halves
+        halves[taken].extend(units[index][1])
+    return halves
