@@ -314,15 +314,6 @@ def loaded_weights(setup: Setup, folder: Path) -> State:
     return {name: tensor.detach() for name, tensor in state_tensors(model).items()}
 
 
-def mesh_error(fsdp_size: int) -> str:
-    """Return what a mesh of shards of `fsdp_size` ranks is refused with."""
-    try:
-        make_engine(Setup(ShardingPlan(fsdp_size)))
-    except UserError as error:
-        return str(error)
-    return "no error"
-
-
 def run_captured(setup: Setup, folder: Path, *, level: str = "mix") -> int:
     """Take one update with a precision capture of it below `folder`, and return how many bits of the weights that changed: none."""
     plain = make_engine(setup)
@@ -354,7 +345,7 @@ def first_nan(setup: Setup, place: Literal["weight", "token", "gradient"]) -> Fi
     if place == "weight":
         if last:
             with torch.no_grad():
-                engine.optimizer.weights()["model.layers.1.mlp.up_proj.weight"].view(-1)[-1] = math.nan
+                Sharding.local(engine.optimizer.parameters["model.layers.1.mlp.up_proj.weight"]).view(-1)[-1] = math.nan
     else:
         [mlp] = [module for name, module in engine.model.named_modules() if name.endswith("mlp") and ".0." in name]
         plain, seen = mlp.forward, {}

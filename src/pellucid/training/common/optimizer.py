@@ -61,22 +61,13 @@ class ScheduledAdamW:
 
     def clip(self) -> float:
         """Scale gradients to the global norm `grad_clip` and return the norm before; one not finite scales nothing."""
-        grads = list(self.gradients().values())
+        grads = self._local(parameter.grad for parameter in self.parameters.values())
         norm = self._norm(grads)
         if torch.isfinite(norm) and norm > self.grad_clip:
             # As torch.nn.utils.clip_grads_with_norm_, which takes no shards.
             factor = float(torch.clamp(self.grad_clip / (norm + 1e-6), max=1.0))
             torch._foreach_mul_(grads, factor)
         return float(norm)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Return what this rank holds of the gradients that there are, by parameter."""
-        there = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
-        return dict(zip(there, self._local(there.values())))
-
-    def grad_norm(self) -> float:
-        """Return the global norm of the gradients, which `clip` scales."""
-        return float(self._norm(list(self.gradients().values())))
 
     def step(self) -> float:
         """Apply one update, drop the gradients and return the learning rate used."""
@@ -110,18 +101,6 @@ class ScheduledAdamW:
         """Return the L2 norm of the weights: one pass over them, which shows whether any is NaN or Inf."""
         with torch.no_grad():
             return float(self._norm(self._local(self.parameters.values())))
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return what this rank holds of the trained parameters."""
-        return dict(zip(self.parameters, self._local(self.parameters.values())))
-
-    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what this rank holds of each parameter's optimizer state."""
-        return {
-            name: dict(zip(state, self._local(state.values())))
-            for name, parameter in self.parameters.items()
-            if (state := self.adamw.state.get(parameter))
-        }
 
     def _local(self, tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return what this rank holds of `tensors`."""
