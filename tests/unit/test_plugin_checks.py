@@ -24,9 +24,7 @@ ADVANTAGE_INPUTS = AdvantageInputs(token_rewards=torch.ones(2, 3), mask=MASK, gr
         (lambda inputs: inputs.logp, "a tensor of shape (2, 3)"),
         (lambda inputs: (inputs.logp.mean(), {}), "the loss as a tensor of shape ()"),
         (lambda inputs: (inputs.logp.sum(dim=1), {}), "(2,)"),
-        (lambda inputs: (inputs.logp, {"actor/pg_loss": inputs.logp.sum()}), "'actor/pg_loss'"),
         (lambda inputs: (inputs.logp, {"plugin/each": inputs.logp}), "'plugin/each' as a tensor of shape (2, 3)"),
-        (lambda inputs: (inputs.logp, {"plugin/number": 0.5}), "'plugin/number' as a float"),
         (lambda inputs: (-inputs.logp.detach(), {}), "without gradient"),
     ],
 )
@@ -36,10 +34,12 @@ def test_a_wrong_loss_is_refused(function, words):
     assert caught.value.field == LOSS_FIELD and "mine.py:loss" in str(caught.value) and words in str(caught.value)
 
 
-def test_a_right_loss_passes_and_its_metrics_carry_no_gradient():
-    loss, metrics = checked_loss(lambda inputs: (-inputs.logp, {"plugin/mean": inputs.logp.mean()}), "mine.py:loss")(INPUTS)
+def test_a_right_loss_passes_and_its_metrics_carry_no_gradient_and_no_other_s_name():
+    returned = {"plugin/mean": INPUTS.logp.mean(), "actor/pg_loss": 0.5, "actor/ppo_kl": torch.ones(1)}
+    loss, metrics = checked_loss(lambda inputs: (-inputs.logp, returned), "mine.py:loss")(INPUTS)
     assert loss.shape == (2, 3) and loss.requires_grad
-    assert not metrics["plugin/mean"].requires_grad and metrics["plugin/mean"].shape == ()
+    assert metrics.keys() == {"plugin/mean", "plugin/actor/pg_loss", "actor/ppo_kl"}
+    assert not any(value.requires_grad or value.shape for value in metrics.values())
 
 
 NAN_AT_A_TOKEN = torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]])

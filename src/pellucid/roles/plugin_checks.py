@@ -24,9 +24,10 @@ LOSS_FIELD, ESTIMATOR_FIELD = "actor_rollout_ref.actor.policy_loss.loss_mode", "
 def checked_loss(function: Callable[..., Any], spec: str) -> PolicyLossFunction:
     """Return the loss with its result checked at every call.
 
+    Its metrics are called `plugin/…`, save for those of the built-in losses.
+
     Raises (when called):
-        UserError: the function raises, the loss is not [B, T] or has no gradient, or a metric is not a scalar tensor
-            named `plugin/…`.
+        UserError: the function raises, the loss is not [B, T] or has no gradient, or a metric is not a scalar.
     """
 
     def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -35,12 +36,11 @@ def checked_loss(function: Callable[..., Any], spec: str) -> PolicyLossFunction:
         if inputs.logp.requires_grad and not per_token.requires_grad:
             reason = f"'{spec}' returns a loss without gradient: nothing would be learned."
             raise UserError(LOSS_FIELD, reason, "Compute it from inputs.logp, not detached.")
-        for name, value in dict(metrics).items():
-            if not name.startswith(PREFIX) and name not in LOSS_METRICS:
-                raise UserError(LOSS_FIELD, f"'{spec}' returns the metric '{name}'.", f"Call it '{PREFIX}{name}'.")
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                raise UserError(LOSS_FIELD, f"'{spec}' returns '{name}' as {_shown(value)}.", "Return a scalar tensor.")
-        return per_token, {name: value.detach().reshape(()) for name, value in metrics.items()}
+        named = {name if name in LOSS_METRICS else PREFIX + name.removeprefix(PREFIX): metrics[name] for name in metrics}
+        for name, value in named.items():
+            if torch.as_tensor(value).numel() != 1:
+                raise UserError(LOSS_FIELD, f"'{spec}' returns '{name}' as {_shown(value)}.", "Return a scalar.")
+        return per_token, {name: torch.as_tensor(value).detach().reshape(()) for name, value in named.items()}
 
     return loss
 
