@@ -327,7 +327,7 @@ def _make_roles(config: RunConfig, failure: Failure, weights: Path, device: str,
     if failure.role == "ref" and config.actor_rollout_ref.model.lora_rank:  # the model as loaded, without adapters
         return roles
     if weights.is_dir():
-        role.load(weights, ["model"])
+        role.engine.load(weights, ["model"])
     else:
         notice(f"the weights of the failure were not saved in {weights.parent}: these are the model's own")
     if roles.rollout is not None and failure.role == "actor":

@@ -39,14 +39,14 @@ def save_checkpoint(run: Run, step: int) -> None:
             if (mismatch := run.roles.mismatch) is not None:
                 mismatch.policy.save(folder)
         if HF_FOLDER in contents:
-            run.actor.save_hf(run.tokenizer, folder / HF_FOLDER)
+            run.actor.engine.save_hf(run.tokenizer, folder / HF_FOLDER)
         waits: list[Callable[[], None]] = []
         for name, role in trained.items():
             (folder / name).mkdir(exist_ok=True)
             if section.async_save:
-                waits.append(role.start_saving(folder / name, contents))
+                waits.append(role.engine.start_saving(folder / name, contents))
             else:
-                role.save(folder / name, contents)
+                role.engine.save(folder / name, contents)
 
         def wait_for_all() -> None:
             for wait in waits:
@@ -137,7 +137,7 @@ def restore(run: Run, checkpoint: Path) -> None:
         UserError: it lacks the critic, or belongs to another model or data set.
     """
     contents = list(run.config.actor_rollout_ref.actor.checkpoint.load_contents)
-    run.actor.load(checkpoint, contents)
+    run.actor.engine.load(checkpoint, contents)
     if run.roles.critic is not None:
         if not (checkpoint / CRITIC_FOLDER).is_dir():
             raise UserError(
@@ -145,7 +145,7 @@ def restore(run: Run, checkpoint: Path) -> None:
                 f"{run.config.algorithm.adv_estimator} has a critic, which '{checkpoint}' does not hold.",
                 "Resume with the estimator that the run began with, or start a new run.",
             )
-        run.roles.critic.load(checkpoint / CRITIC_FOLDER, contents)
+        run.roles.critic.engine.load(checkpoint / CRITIC_FOLDER, contents)
     state = json.loads((checkpoint / STATE_FILE).read_text())
     for name, part in run.stateful.items():
         part.load_state_dict(state[name])

@@ -144,7 +144,7 @@ def held_out_loss(run: Run, step: int) -> dict[str, float]:
 
 def save_model(run: Run) -> None:
     """Write the finished model into the run's folder, as transformers loads it."""
-    run.actor.save_hf(run.tokenizer, run.run_dir.path / "model")
+    run.actor.engine.save_hf(run.tokenizer, run.run_dir.path / "model")
 
 
 SUPERVISED = Job(next_examples, fit, held_out_loss)

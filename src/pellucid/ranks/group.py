@@ -366,6 +366,8 @@ class RemoteRole:
     def __init__(self, name: RoleName, group: WorkerGroup) -> None:
         self._name: RoleName = name
         self._group = group
+        self.engine: Any = self
+        """What the engine there does is asked for in the same way."""
         self.version = 0
         """Number of optimizer steps that made the current weights."""
         self._flops = self._flops_taken = 0.0

@@ -247,9 +247,9 @@ class RankWorker:
         if method == "load_weights":
             return run_sync(target.load_weights(*arguments))
         if method == "start_saving":
-            self._waits.append(target.start_saving(*arguments))
+            self._waits.append(target.engine.start_saving(*arguments))
             return None
-        return getattr(target, method)(*arguments, **options)
+        return getattr(target if hasattr(target, method) else target.engine, method)(*arguments, **options)
 
     @ray.method(concurrency_group="saving")
     def wait_for_save(self) -> None:
