@@ -163,21 +163,17 @@ class Compute:
         """Return whether a model is taken apart: over several ranks, or between a device and the CPU's memory."""
         return self.num_ranks > 1 or (fsdp.param_offload and self.device.type != "cpu")
 
-    def trained(
-        self, model: PreTrainedModel, section: ActorConfig | CriticConfig, name: str, run_updates: int
-    ) -> FsdpEngine:
-        """Return the engine of a model that config section `name` says how to train."""
-        sharding = self._shard(model, section.fsdp_config, name)
+    def trained(self, model: PreTrainedModel, section: ActorConfig | CriticConfig, run_updates: int) -> FsdpEngine:
+        """Return the engine of a model that a config section says how to train."""
+        sharding = self._shard(model, section.fsdp_config)
         offload = section.fsdp_config.optimizer_offload
         optimizer = make_optimizer(model, section.optim, section.grad_clip, run_updates, offload=offload)
         tokens, sequences = section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu
         return self.engine(model, micro_batching(section.use_dynamic_bsz, tokens, sequences), sharding, optimizer)
 
-    def frozen(
-        self, model: PreTrainedModel, cut: MicroBatching, fsdp: FsdpConfig | RefFsdpConfig, name: str
-    ) -> FsdpEngine:
+    def frozen(self, model: PreTrainedModel, cut: MicroBatching, fsdp: FsdpConfig | RefFsdpConfig) -> FsdpEngine:
         """Return the engine of a model that is not trained."""
-        return self.engine(model, cut, self._shard(model, fsdp, name))
+        return self.engine(model, cut, self._shard(model, fsdp))
 
     def engine(
         self,
@@ -201,12 +197,8 @@ class Compute:
             probe=self.probe,
         )
 
-    def _shard(self, model: PreTrainedModel, fsdp: FsdpConfig | RefFsdpConfig, name: str) -> "Sharding | None":
-        """Spread `model` over the ranks; None where one process holds it whole.
-
-        Raises:
-            UserError: `fsdp_size` does not divide the number of ranks.
-        """
+    def _shard(self, model: PreTrainedModel, fsdp: FsdpConfig | RefFsdpConfig) -> "Sharding | None":
+        """Spread `model` over the ranks; None where one process holds it whole."""
         if not self.spreads(fsdp):
             return None
         from pellucid.training.sharding import Sharding, ShardingPlan, join_alone
@@ -220,7 +212,7 @@ class Compute:
             reshard_after_forward=fsdp.reshard_after_forward,
             param_offload=fsdp.param_offload,
         )
-        return Sharding(model, plan, self.device, field=f"{name}.fsdp_config.fsdp_size")
+        return Sharding(model, plan, self.device)
 
 
 def micro_batching(by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
@@ -322,7 +314,7 @@ def make_roles(
     """Load the models of the roles in `names` and return the roles. Over several ranks every one calls it alike.
 
     Raises:
-        UserError: a model does not fit its role, or `fsdp_size` the ranks.
+        UserError: a model does not fit its role.
     """
     roles, policy, actor, reference = Roles(), config.actor_rollout_ref, None, None
     rollout, critic = policy.rollout, config.critic
@@ -332,7 +324,7 @@ def make_roles(
         whole = copy.deepcopy(model) if compute.spreads(policy.actor.fsdp_config) else None
         steps = total_steps - config.trainer.critic_warmup  # the policy rests while the critic warms up
         updates = num_updates(config, steps, policy.actor.ppo_mini_batch_size, policy.actor.ppo_epochs)
-        actor = compute.trained(model, policy.actor, "actor_rollout_ref.actor", updates)
+        actor = compute.trained(model, policy.actor, updates)
         copied = None if whole is None else GatheredPolicy(actor, whole, rollout.verify_weights)
         sampled = (actor, None) if copied is None else (copied, copied.take_weights)
         roles.rollout = _make_native_engine(config, *sampled, tokenizer, compute.probe)
@@ -347,7 +339,7 @@ def make_roles(
         roles.actor = make_actor(config, actor, policy_loss, reference)
     if "critic" in names:
         updates = num_updates(config, total_steps, critic.ppo_mini_batch_size, critic.ppo_epochs)
-        engine = compute.trained(load_critic(config, compute.device), critic, "critic", updates)
+        engine = compute.trained(load_critic(config, compute.device), critic, updates)
         seed = config.trainer.seed
         roles.critic = Critic(engine, critic, max_response_length=rollout.response_length, seed=seed)
     if "reward_model" in names:
@@ -364,7 +356,7 @@ def _make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | Non
         assert actor is not None, "under LoRA the reference shares the actor's ranks"
         return compute.engine(actor.model, cut, actor.sharding, without_adapters=True)
     model = load_policy(config, compute.device, adapters=False).requires_grad_(False)
-    return compute.frozen(model, cut, ref.fsdp_config, "actor_rollout_ref.ref")
+    return compute.frozen(model, cut, ref.fsdp_config)
 
 
 def _make_native_engine(
@@ -408,16 +400,14 @@ def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, r
     return Actor(engine, actor, settings)
 
 
-def _make_reward_model(
-    config: RunConfig, compute: Compute, policy_tokenizer: PreTrainedTokenizerBase
-) -> RewardModel:
+def _make_reward_model(config: RunConfig, compute: Compute, policy_tokenizer: PreTrainedTokenizerBase) -> RewardModel:
     section = config.reward_model
     assert section.model.path is not None
     sequences, trust = section.micro_batch_size_per_gpu, section.model.trust_remote_code
     model = load_reward_model(section.model.path, device=compute.device, trust_remote_code=trust)
     positions = max_positions(model.config)
     cut = micro_batching(sequences is None, section.forward_max_token_len_per_gpu, sequences)
-    engine = compute.frozen(model, cut, FsdpConfig(), "reward_model")
+    engine = compute.frozen(model, cut, FsdpConfig())
     own = _reward_tokenizer(config, policy_tokenizer)
     return RewardModel(engine, own, max_tokens=cut.max_tokens, max_positions=positions)
 

@@ -208,13 +208,6 @@ def test_what_breaks_on_one_rank_stops_all(ranks, plan, where):
         assert after == answers[0][3] == pytest.approx(single[3], rel=TOLERANCE)
 
 
-def test_a_mesh_that_does_not_divide_is_refused(ranks):
-    (answer, *_) = ranks.run(4, sharded.mesh_error, 3)
-    assert "actor_rollout_ref.actor.fsdp_config.fsdp_size" in answer
-    assert "4 = 1 × 3 + 1" in answer and "1, 2, 4" in answer
-    assert "8 is no part of 2" in ranks.run(2, sharded.mesh_error, 8)[0]
-
-
 # --- the state on disk ------------------------------------------------------------------------------------------------
 
 

@@ -286,9 +286,11 @@ class FsdpEngine:
         """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without
         rows.
         """
-        sharding = self.sharding
+        sharding, cut = self.sharding, self.micro_batching
         mine = shares[0 if sharding is None else sharding.rank]
-        micro_batches = self._split(sequences, mine)
+        own = [sequences[row] for row in mine]
+        parts = split_micro_batches(own, max_tokens=cut.max_tokens, max_sequences=cut.max_sequences)
+        micro_batches = [[mine[index] for index in part] for part in parts]
         # Asked before the first pass, on every rank.
         missing = 0 if sharding is None else sharding.largest(len(micro_batches)) - len(micro_batches)
         for rows in micro_batches:
@@ -304,12 +306,6 @@ class FsdpEngine:
         """Return the context round a micro-batch that tells the profiler what is in it."""
         spans = lambda: packed_spans([sequences[row] for row in rows]) if rows else []  # noqa: E731
         return self._probe.unit(Unit.MICRO_BATCH, spans, rows=len(rows), tokens=inputs.num_tokens)
-
-    def _split(self, sequences: list[TokenSequence], among: list[int]) -> list[list[int]]:
-        cut = self.micro_batching
-        mine = [sequences[row] for row in among]
-        parts = split_micro_batches(mine, max_tokens=cut.max_tokens, max_sequences=cut.max_sequences)
-        return [[among[index] for index in part] for part in parts]
 
     def _run(self, inputs: ModelInput, head: TokenHead) -> TokenScores:
         """Return the head's [M] results for one micro-batch."""

@@ -16,10 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from pellucid.errors import UserError
-
-FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
-"""The config key that errors name unless the caller shards another role's model."""
 Item = TypeVar("Item")
 REPLICATE, SHARD = "replicate", "shard"
 MEET_S = 300.0
@@ -68,26 +64,11 @@ def leave_ranks() -> None:
     dist.destroy_process_group()
 
 
-def make_mesh(device: torch.device, fsdp_size: int, field: str = FSDP_SIZE) -> DeviceMesh:
-    """Return the mesh of all ranks: [shard], or [replicate, shard] when `fsdp_size` is less than all of them.
-
-    Raises:
-        UserError: `fsdp_size` does not divide the number of ranks; it names `field`.
-    """
+def _make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
+    """Return the mesh of all ranks: [shard], or [replicate, shard] when `fsdp_size` is less than all of them."""
     ranks = dist.get_world_size()
     size = ranks if fsdp_size == -1 else fsdp_size
-    if size < 1 or ranks % size:
-        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        why = (
-            f"{ranks} = {ranks // size} × {size} + {ranks % size}"
-            if 1 <= size <= ranks
-            else f"{size} is no part of {ranks}"
-        )
-        raise UserError(
-            field,
-            f"{size} ranks cannot hold one copy of the model each time among {ranks} ranks: {why}.",
-            f"Set it to a divisor of {ranks} ({divisors}), or to -1 for all of them.",
-        )
+    assert ranks % size == 0, "the config's rules let only divisors pass"
     if size == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=(SHARD,))
     return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=(REPLICATE, SHARD))
@@ -116,16 +97,10 @@ class Sharding:
     are collective: every rank calls them in the same order.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, plan: ShardingPlan, device: torch.device, *, field: str = FSDP_SIZE
-    ) -> None:
-        """Shard `model` over all ranks; every rank must hold the same weights.
-
-        Raises:
-            UserError: `plan.fsdp_size` does not divide the number of ranks.
-        """
+    def __init__(self, model: PreTrainedModel, plan: ShardingPlan, device: torch.device) -> None:
+        """Shard `model` over all ranks; every rank must hold the same weights."""
         self.plan, self.device = plan, device
-        self.mesh = make_mesh(device, plan.fsdp_size, field)
+        self.mesh = _make_mesh(device, plan.fsdp_size)
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.root: Any = _wrap(model, plan, self.mesh, device)
         self._background: dist.ProcessGroup | None = None
