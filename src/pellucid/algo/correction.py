@@ -11,7 +11,7 @@ Source: "When Speed Kills Stability: Demystifying RL Collapse from the Inference
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ MAX_LOG_RATIO = 20.0
 MAX_EXPONENT = 600.0
 """Largest exponent of a divergence or perplexity: e^600 summed over a batch still fits float64."""
 PERCENTILES = (25, 50, 75, 95, 99)
-Values = TypeVar("Values", Tensor, np.ndarray)
 
 
 @dataclass(slots=True)
@@ -63,33 +62,30 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, algorithm: "Al
         return Correction(weights, kept, {})
 
     @torch.no_grad()
-    def work_on(rows: slice) -> tuple[GapSums[Tensor], RatioSums | None, Tensor]:
+    def work_on(rows: slice) -> tuple[_Sums, Tensor]:
         gaps = _gaps(old_logp[rows], rollout_logp[rows], mask[rows])
         kept[rows] = gaps.possible
         none = gaps.gap.new_empty(0)
         if not measures:
-            return _gap_sums(gaps, old_logp[rows]), None, none
+            return _sums(gaps, old_logp[rows], None), none
         block = _weights(gaps, algorithm)
         kept[rows] = block.kept
         if weights is not None:
             weights[rows] = block.weights.float()
-        token_gaps = gaps.gap[gaps.usable].float() if level == "token" else none
-        return _gap_sums(gaps, old_logp[rows]), _ratio_sums(gaps, block), token_gaps
+        return _sums(gaps, old_logp[rows], block), gaps.gap[gaps.usable].float() if level == "token" else none
 
     num_rows = max(1, BLOCK_TOKENS // mask.shape[1])
     blocks = [slice(start, start + num_rows) for start in range(0, len(mask), num_rows)]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        gaps, ratios, token_gaps = zip(*pool.map(work_on, blocks))
-    gap_sums = GapSums(*(torch.cat(sums).numpy(force=True) for sums in zip(*gaps)))
-    metrics = _gap_metrics(gap_sums)
+        sums_of_blocks, token_gaps = zip(*pool.map(work_on, blocks))
+    sums = _Sums(*map(torch.cat, zip(*sums_of_blocks)))
+    metrics = _gap_metrics(sums)
     if measures:
-        ratio_sums = RatioSums(*map(torch.cat, zip(*ratios)))
-        normaliser = _mean_weight(ratio_sums, level) if algorithm.rollout_is_batch_normalize else 1.0
+        normaliser = _mean_weight(sums, level) if algorithm.rollout_is_batch_normalize else 1.0
         if weights is not None:
             weights /= normaliser
-        if gap_sums.num_tokens.any():
-            tokens = torch.cat(token_gaps).numpy(force=True)
-            metrics |= _ratio_metrics(gap_sums, ratio_sums, tokens, algorithm, normaliser)
+        if sums.num_tokens.any():
+            metrics |= _ratio_metrics(sums, torch.cat(token_gaps).numpy(force=True), algorithm, normaliser)
     return Correction(weights, kept, metrics)
 
 
@@ -202,41 +198,23 @@ def _keeps(gaps: _Gaps, rule: "RejectionRuleConfig", shared_upper: float | None)
     return ~rejected if rule.level == "token" else ~rejected.any(dim=1, keepdim=True)
 
 
-class GapSums(NamedTuple, Generic[Values]):
-    """Sums of ℓ over each row's tokens of finite ℓ: one [b] float64 array a field."""
+class _Sums(NamedTuple):
+    """Sums over each row's tokens of finite ℓ, [b] float64 each; r is the ratio of the level, w the applied weight.
 
-    num_tokens: Values
-    num_impossible: Values
-    """Tokens whose ℓ is not finite: a probability of 0 or a NaN under either policy."""
-    old_logp: Values
-    gap: Values
-    gap_abs: Values
-    k3: Values
-    """Σ e^ℓ − ℓ − 1."""
-    gap_min: Values
-    gap_max: Values
-
-
-def _gap_sums(gaps: _Gaps, old_logp: Tensor) -> GapSums[Tensor]:
-    gap, usable, num_tokens = gaps.gap, gaps.usable, gaps.usable.sum(dim=1)
-    return GapSums(
-        num_tokens=num_tokens.double(),
-        num_impossible=(gaps.mask.sum(dim=1) - num_tokens).double(),
-        old_logp=old_logp.masked_fill(~usable, 0.0).sum(dim=1, dtype=torch.float64),
-        gap=gap.sum(dim=1),
-        gap_abs=gap.abs().sum(dim=1),
-        k3=(gaps.growth - gap).sum(dim=1),
-        gap_min=gap.masked_fill(~usable, math.inf).amin(dim=1),
-        gap_max=gap.masked_fill(~usable, -math.inf).amax(dim=1),
-    )
-
-
-class RatioSums(NamedTuple):
-    """Sums over each row's tokens of finite ℓ, of the chosen level's ratio r and the applied weight w: [b] each.
-
-    Those of r and w are taken of r − 1 and w − 1, to keep the digits of ratios near 1.
+    Those of r and w are taken of r − 1 and w − 1, to keep the digits of ratios near 1. From `excess` on all are 0 where
+    no correction is measured.
     """
 
+    num_tokens: Tensor
+    num_impossible: Tensor
+    """Tokens whose ℓ is not finite: a probability of 0 or a NaN under either policy."""
+    old_logp: Tensor
+    gap: Tensor
+    gap_abs: Tensor
+    k3: Tensor
+    """Σ e^ℓ − ℓ − 1."""
+    gap_min: Tensor
+    gap_max: Tensor
     excess: Tensor
     """Σ r − 1."""
     num_low: Tensor
@@ -252,27 +230,34 @@ class RatioSums(NamedTuple):
     """Σ (w − 1)² over the same."""
 
 
-def _ratio_sums(gaps: _Gaps, block: _Weights) -> RatioSums:
-    left = block.kept & gaps.usable
+def _sums(gaps: _Gaps, old_logp: Tensor, block: _Weights | None) -> _Sums:
+    gap, usable, num_tokens = gaps.gap, gaps.usable, gaps.usable.sum(dim=1)
+    of_gaps = (
+        num_tokens.double(),
+        (gaps.mask.sum(dim=1) - num_tokens).double(),
+        old_logp.masked_fill(~usable, 0.0).sum(dim=1, dtype=torch.float64),
+        gap.sum(dim=1),
+        gap.abs().sum(dim=1),
+        (gaps.growth - gap).sum(dim=1),
+        gap.masked_fill(~usable, math.inf).amin(dim=1),
+        gap.masked_fill(~usable, -math.inf).amax(dim=1),
+    )
+    if block is None:
+        return _Sums(*of_gaps, *[torch.zeros_like(of_gaps[0])] * 7)
+    left = block.kept & usable
     applied = (block.weights - 1.0).masked_fill(~left, 0.0)
     excess, low, high = (
-        (values * gaps.usable).sum(dim=1, dtype=torch.float64) for values in (block.excess, block.low, block.high)
+        (values * usable).sum(dim=1, dtype=torch.float64) for values in (block.excess, block.low, block.high)
     )
-    return RatioSums(
-        excess,
-        low,
-        high,
-        num_catastrophic=block.catastrophic.sum(dim=1).double(),
-        num_kept=left.sum(dim=1).double(),
-        applied=applied.sum(dim=1),
-        applied_square=applied.square().sum(dim=1),
-    )
+    num_catastrophic, num_kept = block.catastrophic.sum(dim=1).double(), left.sum(dim=1).double()
+    square = applied.square().sum(dim=1)
+    return _Sums(*of_gaps, excess, low, high, num_catastrophic, num_kept, applied.sum(dim=1), square)
 
 
-def _mean_weight(ratios: RatioSums, level: str) -> float:
+def _mean_weight(sums: _Sums, level: str) -> float:
     """Return the mean weight over what is left, tokens (level token) or sequences; 1 where it is 0."""
-    left = ratios.num_kept > 0
-    num_kept, applied = ratios.num_kept[left], ratios.applied[left]
+    left = sums.num_kept > 0
+    num_kept, applied = sums.num_kept[left], sums.applied[left]
     if level == "token":
         excess = applied.sum() / num_kept.sum().clamp(min=1)
     else:
@@ -283,10 +268,11 @@ def _mean_weight(ratios: RatioSums, level: str) -> float:
 # --- Of the batch: metrics from the sums -----------------------------------------------------------------------------
 
 
-def _gap_metrics(sums: GapSums[np.ndarray]) -> dict[str, float]:
+def _gap_metrics(sums: _Sums) -> dict[str, float]:
     """Return the `mismatch/mismatch_*` and `mismatch/logp_*` metrics of a batch; no tokens, no metrics."""
     num_impossible = float(sums.num_impossible.sum())
-    num_tokens, _, old_logp, gap, gap_abs, k3, gap_min, gap_max = (x[sums.num_tokens > 0] for x in sums)
+    of_gaps = (x[sums.num_tokens > 0].numpy(force=True) for x in sums[:8])
+    num_tokens, _, old_logp, gap, gap_abs, k3, gap_min, gap_max = of_gaps
     if not len(num_tokens):
         return {"mismatch/num_impossible_tokens": num_impossible} if num_impossible else {}
     total = num_tokens.sum()
@@ -313,47 +299,41 @@ def _gap_metrics(sums: GapSums[np.ndarray]) -> dict[str, float]:
 
 
 def _ratio_metrics(
-    gaps: GapSums[np.ndarray],
-    ratios: RatioSums,
-    token_gaps: np.ndarray,
-    algorithm: "AlgorithmConfig",
-    normaliser: float,
+    sums: _Sums, token_gaps: np.ndarray, algorithm: "AlgorithmConfig", normaliser: float
 ) -> dict[str, float]:
     """Return the `mismatch/rollout_is_*` and `mismatch/rollout_rs_*` metrics of a batch that has a token.
 
     Args:
-        gaps: the sums of ℓ.
-        ratios: the sums of the ratio and of the weights.
+        sums: over each row.
         token_gaps: [N] float32 ℓ of every token, which are reordered; read at level token alone.
         algorithm: bounds, level, mode and rejection rules.
         normaliser: what the weights were divided by.
     """
-    total, num_kept, level = float(gaps.num_tokens.sum()), float(ratios.num_kept.sum()), algorithm.rollout_is_level
-    applied, applied_square = (float(x.sum()) / max(1.0, num_kept) for x in (ratios.applied, ratios.applied_square))
+    total, num_kept, level = float(sums.num_tokens.sum()), float(sums.num_kept.sum()), algorithm.rollout_is_level
+    applied, applied_square = (float(x.sum()) / max(1.0, num_kept) for x in (sums.applied, sums.applied_square))
     variance = max(0.0, applied_square - applied**2)
     mean_square = (1.0 + applied) ** 2 if num_kept else 0.0
-    num_low, num_high = float(ratios.num_low.sum()), float(ratios.num_high.sum())
-    num_rows = np.count_nonzero(gaps.num_tokens + gaps.num_impossible)
+    num_low, num_high = float(sums.num_low.sum()), float(sums.num_high.sum())
+    num_rows = int((sums.num_tokens + sums.num_impossible).count_nonzero())
     values = {
-        "mean": 1.0 + float(ratios.excess.sum()) / total,
+        "mean": 1.0 + float(sums.excess.sum()) / total,
         "std": math.sqrt(variance) / normaliser,
         "eff_sample_size": mean_square / (mean_square + variance) if mean_square else 0.0,  # 1 / mean((w / mean w)²)
         "ratio_fraction_low": num_low / total,
         "ratio_fraction_high": num_high / total,
-        "veto_fraction": int(ratios.num_catastrophic.count_nonzero()) / num_rows,
-        "catastrophic_token_fraction": float(ratios.num_catastrophic.sum())
-        / (total + float(gaps.num_impossible.sum())),
+        "veto_fraction": int(sums.num_catastrophic.count_nonzero()) / num_rows,
+        "catastrophic_token_fraction": float(sums.num_catastrophic.sum()) / (total + float(sums.num_impossible.sum())),
     }
     if algorithm.rollout_is_mode == "clip":
         values["clipped_fraction"] = (num_low + num_high) / total
     if level == "token":
         ordered, ends = token_gaps, None
         ordered.sort()
-        values["min"], values["max"] = _clamped_exp(np.array([gaps.gap_min.min(), gaps.gap_max.max()]))
+        extremes = [float(sums.gap_min.min()), float(sums.gap_max.max())]
+        values["min"], values["max"] = _clamped_exp(np.array(extremes))
     else:
-        counted = gaps.num_tokens > 0
-        num_tokens = gaps.num_tokens[counted]
-        log_ratio = _of_level(gaps.gap[counted], num_tokens, level)
+        gap, num_tokens = (x[sums.num_tokens > 0].numpy(force=True) for x in (sums.gap, sums.num_tokens))
+        log_ratio = _of_level(gap, num_tokens, level)
         values |= (sequences := _sequence_metrics(log_ratio, _bounds(algorithm)))
         values["min"], values["max"] = sequences["seq_min"], sequences["seq_max"]
         if level == "sequence":
@@ -363,9 +343,10 @@ def _ratio_metrics(
     values |= _percentiles(ordered, ends, total)
     metrics = {f"mismatch/rollout_is_{name}": float(value) for name, value in values.items()}
     if algorithm.rollout_rs:
-        rejected = gaps.num_tokens - ratios.num_kept.numpy(force=True)
+        rejected = sums.num_tokens - sums.num_kept
         metrics["mismatch/rollout_rs_masked_fraction"] = float(rejected.sum()) / total
-        metrics["mismatch/rollout_rs_seq_masked_fraction"] = float((rejected > 0).sum() / (gaps.num_tokens > 0).sum())
+        num_rejected, num_sequences = int((rejected > 0).sum()), int((sums.num_tokens > 0).sum())
+        metrics["mismatch/rollout_rs_seq_masked_fraction"] = num_rejected / num_sequences
     return metrics
 
 
@@ -398,11 +379,9 @@ def _percentiles(ordered: np.ndarray, ends: np.ndarray | None, num_values: float
     return {f"p{percent}": value for percent, value in zip(PERCENTILES, values)}
 
 
-def _of_level(total: Values, num_tokens: Values, level: str) -> Values:
-    """Return the log-ratio of a sequence from Σ ℓ and its number of tokens."""
-    if level == "sequence":
-        return total
-    return total / num_tokens.clip(min=1)
+def _of_level(total: Any, num_tokens: Any, level: str) -> Any:
+    """Return the log-ratio of a sequence from Σ ℓ and its number of tokens; tensors or arrays."""
+    return total if level == "sequence" else total / num_tokens.clip(min=1)
 
 
 def log_bounds(lower: float | None, upper: float | None) -> tuple[float, float]:
