@@ -36,7 +36,9 @@ def checked_loss(function: Callable[..., Any], spec: str) -> PolicyLossFunction:
         if inputs.logp.requires_grad and not per_token.requires_grad:
             reason = f"'{spec}' returns a loss without gradient: nothing would be learned."
             raise UserError(LOSS_FIELD, reason, "Compute it from inputs.logp, not detached.")
-        named = {name if name in LOSS_METRICS else PREFIX + name.removeprefix(PREFIX): metrics[name] for name in metrics}
+        named = {
+            name if name in LOSS_METRICS else PREFIX + name.removeprefix(PREFIX): metrics[name] for name in metrics
+        }
         for name, value in named.items():
             if torch.as_tensor(value).numel() != 1:
                 raise UserError(LOSS_FIELD, f"'{spec}' returns '{name}' as {_shown(value)}.", "Return a scalar.")

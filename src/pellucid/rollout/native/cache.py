@@ -8,6 +8,7 @@ Shapes: S layers, G prefix slots, R rows, B active rows, K key heads, H query he
 """
 
 import torch
+from torch import Tensor
 
 from pellucid.training.common.attention import PackedAttention
 from pellucid.training.common.packing import make_bucket
@@ -46,13 +47,13 @@ class KVCache:
         self.own_length = torch.cat([self.own_length, torch.zeros(len(groups), dtype=torch.int64, device=self.device)])
         self.row_group = torch.cat([self.row_group, torch.tensor(groups, device=self.device)])
 
-    def copy_out(self, row: int) -> torch.Tensor:
+    def copy_out(self, row: int) -> Tensor:
         """Return a copy [2, S, K, L, D] of all that is stored of an active row: its group's prompt, its own tokens."""
         group, own = int(self.row_group[row]), int(self.own_length[row])
         prefix = int(self.prefix_length[group])
         return torch.cat([self.prefix[:, :, group, :, :prefix], self.own[:, :, row, :, :own]], dim=3)
 
-    def copy_in(self, slot: int, stored: torch.Tensor) -> None:
+    def copy_in(self, slot: int, stored: Tensor) -> None:
         """Put what `copy_out` returned at the beginning of a prefix slot."""
         self.prefix[:, :, slot, :, : stored.shape[3]] = stored
 
@@ -98,7 +99,7 @@ def closed_up(kept: list[int]) -> list[int]:
     return [place if place in stay else movers.pop(0) for place in range(len(kept))]
 
 
-def _moves(order: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _moves(order: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the places that get another content, and where it is."""
     moved = [(new, old) for new, old in enumerate(order) if new != old]
     places = torch.tensor(moved, dtype=torch.int64, device=device).reshape(-1, 2)
@@ -126,15 +127,8 @@ class PrefillAttention(PackedAttention):
         super().__init__([make_bucket(each, cache.device) for each in (fresh, returning) if each], num_new)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
         """Store key and value [1, K, N, D], return the output [1, N, H, D]."""
         cached = self._cache.prefix[:, layer]
         cached[:, self._slot_N, :, self._position_N] = _by_token(key, value).to(cached.dtype)
@@ -167,18 +161,11 @@ class DecodeAttention:
         self._own_width = int(cache.own_length.max()) + 1
         self._prefix_width = int(cache.prefix_length.max())
         self._rows = torch.arange(num_rows, device=device)
-        self._biases: dict[int | None, torch.Tensor] = {}
+        self._biases: dict[int | None, Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
         """Store key and value [1, K, B, D], return the output [1, B, H, D]."""
         cache, (_, num_heads, num_rows, size) = self._cache, query.shape
         own = cache.own[:, layer, :num_rows]
@@ -196,15 +183,15 @@ class DecodeAttention:
         output = prefix_output + torch.matmul(own_weights, own_value)
         return output.reshape(1, num_rows, num_heads, size).to(query.dtype)
 
-    def _by_group(self, rows: torch.Tensor) -> torch.Tensor:
+    def _by_group(self, rows: Tensor) -> Tensor:
         """Lay [B, K, r, X] out as [G, K, n·r, X]: one product a group and key head."""
         return rows[self._grid].unflatten(0, (-1, self._grid_width)).transpose(1, 2).flatten(2, 3)
 
-    def _by_row(self, groups: torch.Tensor) -> torch.Tensor:
+    def _by_row(self, groups: Tensor) -> Tensor:
         """Undo `_by_group`."""
         return groups.unflatten(2, (self._grid_width, -1)).transpose(1, 2).flatten(0, 1)[self._cell]
 
-    def _bias(self, window: int | None) -> torch.Tensor:
+    def _bias(self, window: int | None) -> Tensor:
         """[B, 1, 1, prefix + own] additive mask: 0 where a key is seen, −inf elsewhere."""
         if window not in self._biases:
             cache = self._cache
@@ -222,12 +209,12 @@ class DecodeAttention:
         return self._biases[window]
 
 
-def _by_token(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _by_token(key: Tensor, value: Tensor) -> Tensor:
     """Return key and value [1, K, N, D] as [N, 2, K, D]."""
     return torch.cat([key, value]).permute(2, 0, 1, 3)
 
 
-def _grow(tensor: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
+def _grow(tensor: Tensor, rows: int, tokens: int) -> Tensor:
     """Return `tensor` [2, S, rows, K, tokens, D] with at least the given rows and tokens, contents kept."""
     sides, layers, old_rows, heads, old_tokens, size = tensor.shape
     if rows <= old_rows and tokens <= old_tokens:

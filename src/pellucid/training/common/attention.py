@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pellucid.errors import UserError
@@ -21,25 +22,18 @@ class AttentionLayout(Protocol):
     """Knows which keys each query token sees; shapes N tokens, H query heads, K key heads, D head size."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
         """Return the attention output [1, N, H, D] for query [1, H, N, D], key and value [1, K, N, D]."""
         ...
 
 
 def _attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -47,7 +41,7 @@ def _attend(
     s_aux: Any = None,
     layout: AttentionLayout | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     if layout is None:
         raise unsupported(module, "does not hand its keyword arguments on to attention")
     if softcap is not None or s_aux is not None:
@@ -73,16 +67,16 @@ def register_attention() -> None:
 class SegmentBucket:
     """R segments of similar length, right-padded; query i of segment r sees keys j ≤ i + offset[r]."""
 
-    query_index: torch.Tensor
+    query_index: Tensor
     """[R, Lq] int64 token positions in the pack; padding points at token 0 and its output is dropped."""
-    key_index: torch.Tensor
+    key_index: Tensor
     """[R, Lk] int64 token positions in the pack."""
-    offset: torch.Tensor
+    offset: Tensor
     """[R] int64 number of keys before the segment's first query (the shared prompt's length, or 0)."""
     causal: bool
     """True when every offset is 0, so that the kernel's own causal mask serves."""
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None) -> Tensor | None:
         """Return the [R, 1, Lq, Lk] bool mask, or None where the causal flag says it all."""
         if self.causal and window is None:
             return None
@@ -101,7 +95,7 @@ class PackedAttention:
     def __init__(self, buckets: list[SegmentBucket], num_tokens: int) -> None:
         device = buckets[0].query_index.device
         self.buckets = buckets
-        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
+        self._masks: dict[int | None, list[Tensor | None]] = {}
         # Row of the concatenated bucket outputs that holds each token; padding rows point at token 0 and come first.
         flat = torch.cat([bucket.query_index.reshape(-1) for bucket in buckets])
         self._output_row = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -110,7 +104,7 @@ class PackedAttention:
         self._output_row[flat[real]] = rows
 
     @staticmethod
-    def _real_queries(bucket: SegmentBucket) -> torch.Tensor:
+    def _real_queries(bucket: SegmentBucket) -> Tensor:
         width = bucket.query_index.shape[1]
         first = bucket.query_index[:, :1]
         steps = torch.arange(width, device=first.device)
@@ -118,15 +112,8 @@ class PackedAttention:
         return (bucket.query_index == first + steps).reshape(-1)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
         """Return the output [1, N, H, D] of each token over its own sequence and the prompt it shares."""
         query_NHD, key_NKD, value_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if window not in self._masks:
@@ -142,12 +129,12 @@ class PackedAttention:
         return _take_rows(torch.cat(outputs), self._output_row)[None]
 
 
-def _gather(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _gather(tokens: Tensor, index: Tensor) -> Tensor:
     """Return the [N, H, D] tokens at [R, L] positions as [R, H, L, D]."""
     return _take_rows(tokens, index.reshape(-1)).unflatten(0, index.shape).transpose(1, 2)
 
 
-def _take_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _take_rows(tokens: Tensor, index: Tensor) -> Tensor:
     """Return the [N, H, D] tokens at [M] positions as [M, H, D].
 
     It is an embedding look-up rather than an index: its backward sums the rows in parallel and in a fixed order.

@@ -89,9 +89,7 @@ def merged_weight(layer: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def merged_tensors(
-    model: torch.nn.Module, tensors: dict[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
+def merged_tensors(model: torch.nn.Module, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers under their Hugging Face names, tied ones once, with adapters merged in.
 
     Without adapters these are the model's own tensors, not copies. `tensors` are the whole ones of a sharded model.
