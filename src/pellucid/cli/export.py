@@ -60,8 +60,9 @@ def load_trained(
     from pellucid.build import load_critic, load_policy, run_tokenizer
     from pellucid.config import SftConfig, load_config
     from pellucid.run_state import CRITIC_FOLDER
+    from pellucid.sft import run_config
     from pellucid.training.checkpoint import load_trained_weights
-    from pellucid.training.common.models import init_model, load_model, load_tokenizer, model_folder
+    from pellucid.training.common.models import load_model, load_tokenizer, model_folder
 
     run, weights = _find_checkpoint(path, step) or (None, Path(path))
     if critic and not (weights := weights / CRITIC_FOLDER).is_dir():
@@ -71,19 +72,11 @@ def load_trained(
         return load_model(path, device=device), load_tokenizer(model_folder(path))
     if "actor_rollout_ref:" in run.config_yaml.read_text():
         config = load_config(run.config_yaml, []).config
-        model = load_critic(config, device) if critic else load_policy(config, device)
-        tokenizer = run_tokenizer(config)
     else:
-        sft = load_config(run.config_yaml, [], SftConfig).config.model
-        trust, overrides = sft.trust_remote_code, sft.override_config
-        if sft.path:
-            model = load_model(sft.path, device=device, override_config=overrides, trust_remote_code=trust)
-        else:
-            model = init_model(sft.init_config or {}, seed=0, device=device)
-        folder = sft.tokenizer_path or model_folder(str(sft.path))
-        tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+        config = run_config(load_config(run.config_yaml, [], SftConfig).config, run)
+    model = load_critic(config, device) if critic else load_policy(config, device)
     load_trained_weights(model, weights)
-    return model, tokenizer
+    return model, run_tokenizer(config)
 
 
 def _find_checkpoint(path: str, step: int | None) -> tuple["RunDir", Path] | None:

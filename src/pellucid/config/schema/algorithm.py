@@ -112,12 +112,7 @@ class AlgorithmConfig:
     """Rejection sampling: tokens or sequences that break one of these rules are left out of training, e.g.
     `[{statistic: k1, level: seq_mean, lower: 0.999, upper: 1.001}]`."""
     rollout_rs_threshold: Positive | None = option(
-        None,
-        needs=Needs(
-            ".has_rule_without_bound",
-            otherwise="while no rule of algorithm.rollout_rs lacks an upper bound",
-            remedy="Add a rule, e.g. {statistic: k1, level: token}",
-        ),
+        None, needs=Needs(".rollout_rs", remedy="Add a rule, e.g. {statistic: k1, level: token}")
     )
     """Upper bound of the rules in `rollout_rs` that give none."""
     bypass_mode: bool = False
@@ -125,8 +120,3 @@ class AlgorithmConfig:
     loss_type: Literal["ppo_clip", "reinforce"] = option("ppo_clip", needs=Needs(".bypass_mode"))
     """Loss in bypass mode: the one of `policy_loss.loss_mode`, whose ratio is then π_θ ÷ π_rollout, or REINFORCE
     without clipping, weighted by π_θ ÷ π_rollout only when `rollout_is` is true."""
-
-    @property
-    def has_rule_without_bound(self) -> bool:
-        """Whether a rule of `rollout_rs` gives no upper bound of its own."""
-        return any(rule.upper is None for rule in self.rollout_rs)

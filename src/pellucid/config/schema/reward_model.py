@@ -11,12 +11,6 @@ from pellucid.config.schema.profiler import ProfilerConfig
 Positive = Annotated[int, Range(ge=1)]
 Weight = Annotated[float, Range()]
 _MODEL = Needs("reward_model.enable")
-_SUM = Needs(
-    "sums_rewards",
-    otherwise="with adv_estimator: {0.algorithm.adv_estimator}, which normalises the components of the reward one by "
-    "one",
-    remedy="Weigh the components with algorithm.gdpo_reward_weights",
-)
 _BY_TOKENS = Needs(
     ".scores_by_tokens",
     otherwise="unless a reward model forms its passes by tokens",
@@ -70,7 +64,7 @@ class RewardConfig:
         16384, link="${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}", needs=_BY_TOKENS
     )
     """Most tokens in one forward pass of the reward model; null follows the actor."""
-    weight: Weight = option(1.0, needs=(_MODEL, _SUM))
+    weight: Weight = option(1.0, needs=_MODEL)
     """Weight of the reward model's score."""
     rule_weight: Weight = 1.0
     """Weight of the verifier's or custom function's score; 0 does not call it."""

@@ -79,11 +79,6 @@ class RunConfig:
         return "values" in estimator_entry(self.algorithm.adv_estimator).needs
 
     @property
-    def has_several_ranks(self) -> bool:
-        """Whether any role is spread over several ranks."""
-        return self.trainer.placement == "ray" and max(self.num_ranks, *self.trainer.resource_pools.values(), 1) > 1
-
-    @property
     def sums_rewards(self) -> bool:
         """Whether the advantages come from one sum of rewards, instead of from each component."""
         return "reward_components" not in estimator_entry(self.algorithm.adv_estimator).needs
@@ -104,11 +99,6 @@ class RunConfig:
     def has_own_reference(self) -> bool:
         """Whether the reference is a model of its own; under LoRA it is the actor's base."""
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
-
-    @property
-    def has_exact_kl(self) -> bool:
-        """Whether a KL term is the exact one (`full`), for which the reference runs on the actor's micro-batches."""
-        return "full" in self.kl_types
 
     @property
     def samples_kl(self) -> bool:

@@ -17,11 +17,6 @@ CRITIC = Needs(
 """What keys need that only estimators with a critic read."""
 _RAY = Needs("trainer.placement", ("ray",))
 _VALIDATION = Needs("data.val_files")
-_RANKS = Needs(
-    "has_several_ranks",
-    otherwise="with a single rank",
-    remedy="Set trainer.placement: ray and trainer.n_gpus_per_node, e.g. 2",
-)
 TrackerName = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
@@ -69,7 +64,7 @@ class TrainerConfig(BaseTrainerConfig):
     resource_pools: dict[Literal["ref", "critic", "reward_model"], Positive] = option(dict, needs=_RAY)
     """Ranks of their own for roles among ref, critic and reward_model, beside the policy's, e.g. `{critic: 2}`; the
     other roles share the policy's ranks."""
-    balance_batch: bool = option(True, needs=_RANKS)
+    balance_batch: bool = option(True, needs=_RAY)
     """Choose the samples of each rank so that all have about as many tokens."""
     stall_timeout_s: Annotated[float, Range(gt=0)] | None = 1800.0
     """Seconds without progress after which the run ends and says where it stood, with all stacks; null never ends

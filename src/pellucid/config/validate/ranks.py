@@ -33,7 +33,7 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
         yield UserError("trainer.nnodes", reason, remedy)
     yield from _copies(config)
     absent = absent_roles(config)
-    if not config.has_own_reference or config.has_exact_kl:
+    if not config.has_own_reference or "full" in config.kl_types:
         absent["ref"] = "it is another model only with a KL term, without LoRA, and with an estimate instead of full"
     for role in trainer.resource_pools if trainer.placement == "ray" else ():
         if role in absent:

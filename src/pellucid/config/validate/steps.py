@@ -94,9 +94,10 @@ def _reward(config: RunConfig) -> Iterator[UserError]:
     if reward.rule_weight == 0 and not reward.enable:
         reason = "0 leaves the rule's score out, and there is no reward model: every reward is 0."
         yield UserError("reward_model.rule_weight", reason, "Set it to 1, or reward_model.enable: true.")
-    if reward.rule_weight not in (0, 1) and not config.sums_rewards:
-        reason = f"{reward.rule_weight} has no effect with adv_estimator: {estimator}, which normalises each component."
-        yield UserError("reward_model.rule_weight", reason, "Set algorithm.gdpo_reward_weights, or remove the key.")
+    for name, weight in (("weight", reward.weight), ("rule_weight", reward.rule_weight)):
+        if weight not in (0, 1) and not config.sums_rewards:
+            reason = f"{weight} has no effect with adv_estimator: {estimator}, which normalises each component."
+            yield UserError(f"reward_model.{name}", reason, "Set algorithm.gdpo_reward_weights, or remove the key.")
     buffer = reward.overlong_buffer
     if buffer.enable and not (buffer.len and buffer.len < longest):
         reason = f"{yaml_word(buffer.len)} tokens of penalty with data.max_response_length: {longest}."
