@@ -1,6 +1,6 @@
 """Trees of plain dictionaries, keys in dotted form: what a user wrote, and all of a config before it has types.
 
-`compose.py` makes one from YAML and overrides; `compat.py`, `presets.py` and `load.py` change it and resolve its links.
+`compose.py` makes one from YAML and overrides; `compat.py` and `load.py` change it and resolve its links.
 """
 
 from __future__ import annotations

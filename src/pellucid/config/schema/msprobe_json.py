@@ -1,6 +1,6 @@
 """The JSON config of msprobe, as far as it can be judged without msprobe: its form, and what the run decides itself.
 
-`precision_debugger.config_path` names it; `validate/precision.py` reports what is wrong with it. What msprobe makes of
+`precision_debugger.config_path` names it; `validate/profiling.py` reports what is wrong with it. What msprobe makes of
 its own keys, `precision/msprobe.py` asks msprobe.
 """
 
