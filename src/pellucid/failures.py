@@ -150,7 +150,7 @@ def save_failure(run: FailingRun, failure: Failure) -> Path | None:
 
     def save_weights() -> None:
         (folder / WEIGHTS).mkdir()
-        run.placement.roles.named(failure.role).save(folder / WEIGHTS, ["model"])
+        run.placement.roles.named(failure.role).engine.save(folder / WEIGHTS, ["model"])
         mismatch = run.placement.roles.mismatch
         if isinstance(given, GenerateCall) and mismatch is not None:
             mismatch.policy.save(folder / WEIGHTS)
