@@ -7,6 +7,7 @@ on disk, its rollout dump.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from pellucid.algo.catalog import estimator_entry
 from pellucid.algo.correction import correct, out_of_range
 from pellucid.algo.kl import kl_penalty
 from pellucid.console import notice
+from pellucid.errors import NonFiniteError
 from pellucid.files.rollout_dump import write_rollouts
 from pellucid.produce import component_weights, spread
 from pellucid.rollout.requests import WeightUpdate, run_sync
@@ -29,8 +31,28 @@ def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
     """Make one new version of the policy from samples, hand it to the rollout engine, and return the metrics.
 
     Raises:
-        NonFiniteError: NaN or Inf; what it came of is in `failures/` of the run.
+        NonFiniteError: NaN or Inf; what it came of is in `failures/` of the run, the samples among its rollouts.
     """
+    dump = partial(
+        write_rollouts, run.run_dir.rollouts(step), samples.rollouts, samples.scores, step, pieces=run.token_pieces
+    )
+    dumps = run.config.trainer.dump_rollouts
+    try:
+        batch, training_logp, metrics = _learn(run, samples, step)
+    except NonFiniteError:
+        if dumps:
+            dump(mask=samples.mask)
+        raise
+    if dumps:
+        weights = batch.correction_weights
+        if weights is None and run.config.corrects:
+            weights = batch.loss_mask.float()  # rejection alone: a token counts or it does not
+        dump(mask=batch.loss_mask, training_logp=training_logp, correction_weights=weights)
+    return metrics
+
+
+def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Tensor | None, dict[str, float]]:
+    """Return the batch that was trained on, log-probs of the training policy where there are any, and the metrics."""
     experience = compute_experience(run, samples, step)
     with run.stage(Stage.ADVANTAGE, step):
         batch, metrics = compute_advantages(run, experience, step)
@@ -43,21 +65,7 @@ def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
         run_sync(run.rollout_engine.load_weights(WeightUpdate(run.actor.version)))
     metrics |= gap or policy_gap_metrics(run, batch, training_logp, step)
     warn_of_mismatch(run, metrics)
-    if run.config.trainer.dump_rollouts:
-        weights = batch.correction_weights
-        if weights is None and run.config.corrects:
-            weights = batch.loss_mask.float()  # rejection alone: a token counts or it does not
-        write_rollouts(
-            run.run_dir.rollouts(step),
-            samples.rollouts,
-            samples.scores,
-            step,
-            mask=batch.loss_mask,
-            training_logp=training_logp,
-            correction_weights=weights,
-            pieces=run.token_pieces,
-        )
-    return metrics
+    return batch, training_logp, metrics
 
 
 def compute_experience(run: Run, samples: Samples, step: int) -> Experience:

@@ -151,6 +151,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_batch(finished, w
     folder = work.run_dir / "failures" / "step_000005"
     batch = read_failure(folder).given
     assert len(batch.rollouts) == len(batch.mask) == 16 and not torch.isfinite(batch.advantages).all()
+    assert [record["reward"] for record in read_rollouts(work.run_dir / "rollouts" / "step_000005.jsonl.zst")] == [3e38, -3e38, -3e38, -3e38] * 4
     assert state(work.run_dir) == before and last_checkpoint(work.run_dir).name == "global_step_4"
     reason = json.loads((work.run_dir / "run.json").read_text())["starts"][-1]["exit_reason"]
     assert "actor/loss" in reason
