@@ -134,7 +134,7 @@ def short(name: str) -> tuple[str, ...]:
 def test_the_ascend_guides_examples(tmp_path: Path, npu_server: Server, name: str) -> None:
     work = Workspace(tmp_path, npu_server)
     done, run_dir = train(work, name, ON_CPU, *short(name))
-    assert "global_profiler.tool: npu, the one tool that the profiled roles have settings of" in done.text
+    assert "global_profiler.tool: npu, the one tool that profiled roles have settings of" in done.text
     files = files_of(work, run_dir)
     assert captures(files) == NPU[name]
     traces = [file for file in files if file["path"].endswith("ASCEND_PROFILER_OUTPUT/trace_view.json")]

@@ -143,14 +143,15 @@ def test_nan_on_the_ranks_saves_the_batch_and_stops(work: Workspace, ranks: tupl
     assert all(log.rstrip().endswith("done") for log in logs), "a rank was killed instead of leaving"
 
 
-def test_an_interrupt_leaves_a_checkpoint_and_no_process(work: Workspace) -> None:
+def test_an_interrupt_leaves_a_checkpoint_and_no_process(work: Workspace, ranks: tuple[str, ...]) -> None:
     bfloat16 = "actor_rollout_ref.model.dtype=bfloat16"
     long = ("trainer.total_training_steps=1000", "trainer.test_freq=-1")
-    command = work.start("train", work.recipe, *OWN_CLUSTER, *long, bfloat16)
+    command = work.start("train", work.recipe, *ranks, *long, bfloat16)
     wait_for(lambda: steps_done(work.run_dir) >= 2, command)
     started = with_children(command)
     for process in started:  # as a terminal does: to the whole foreground group
         process.send_signal(signal.SIGINT)
+    started += ranks_of(work.run_dir).values()
     done = command.wait()
     assert done.status == 130, done.output
     assert "checkpoint written" in done.output

@@ -156,7 +156,7 @@ def test_the_background_yields_to_training(tmp_path):
 
     store.save(1, start)
     store.finish()
-    assert priorities == [min(before + 13, 19)]
+    assert priorities == [min(before + 5, 19)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 

@@ -93,7 +93,7 @@ def test_a_failure_is_read_as_it_was_saved(tmp_path, given):
     def save(folder: Path, contents: list[str]) -> None:
         (folder / "asked").write_text(json.dumps(contents))
 
-    role = SimpleNamespace(save=save, version=3)
+    role = SimpleNamespace(engine=SimpleNamespace(save=save), version=3)
     run = SimpleNamespace(
         run_dir=SimpleNamespace(path=tmp_path, config_yaml=tmp_path / "none"),
         placement=SimpleNamespace(roles=SimpleNamespace(named=lambda name: role, mismatch=None)),
