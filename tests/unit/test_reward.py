@@ -123,6 +123,7 @@ def test_a_failing_call_is_repeated_once_then_typed_and_its_neighbours_score(sco
     assert (stats["reward/num_failures"], stats["reward/num_timeouts"]) == (1, 0)
 
 
+@pytest.mark.processes
 def test_a_failing_call_names_the_place_in_the_users_file(scorer, reward_file):
     [score, _], _ = scorer.score([make_rollout("raise"), make_rollout("abc")])
     line = next(number for number, text in enumerate(REWARD.splitlines(), 1) if "raise Awkward" in text)
