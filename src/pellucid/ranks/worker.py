@@ -240,6 +240,8 @@ class RankWorker:
 
     def _call(self, role: RoleName, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         target = self.roles.named(role)
+        if method in ("save", "start_saving", "save_hf", "load"):
+            target = target.engine
         if method == "generate":  # a list of requests for each rank
             mine, on_progress = arguments[0][self._spec.rank], options.get("on_done")
             requests = [dataclasses.replace(request, on_progress=on_progress) for request in mine]
@@ -247,9 +249,9 @@ class RankWorker:
         if method == "load_weights":
             return run_sync(target.load_weights(*arguments))
         if method == "start_saving":
-            self._waits.append(target.engine.start_saving(*arguments))
+            self._waits.append(target.start_saving(*arguments))
             return None
-        return getattr(target if hasattr(target, method) else target.engine, method)(*arguments, **options)
+        return getattr(target, method)(*arguments, **options)
 
     @ray.method(concurrency_group="saving")
     def wait_for_save(self) -> None:
