@@ -1,7 +1,8 @@
 """Runs `pellucid` commands as real processes: fresh ones, or ones forked from a server that has imported the libraries once.
 
 Importing torch and transformers takes far longer than the runs of these tests, so most commands are forked. A forked
-command is a process like any other: own arguments, folder, output and exit status; it can be killed and signalled.
+command is a process like any other: own arguments, folder, output and exit status; it can be killed and signalled. So
+are the workers of Ray that the ranks of a forked command become (`ray_python.py` asks for them).
 """
 
 import atexit
@@ -11,18 +12,23 @@ import io
 import json
 import os
 import random
+import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+import ray_python
 
 MAIN = "from pellucid.cli.main import main; main()"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "500", "HF_HUB_OFFLINE": "1"}
@@ -118,18 +124,23 @@ def wait_for(condition: Callable[[], object], command: Command, every_s: float =
 
 
 class Server:
-    """The process from which commands are forked. Use as a context manager."""
+    """The process from which commands, and Ray's workers, are forked. Use as a context manager."""
 
     def __enter__(self) -> "Server":
+        self._folder = tempfile.TemporaryDirectory(prefix="pellucid-server-")
+        self.environment = {ray_python.SERVER: f"{self._folder.name}/socket", ray_python.PYTHON: sys.executable}
+        """What `ray_python.py` needs to find the server."""
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT | self.environment
         )
+        self.ask(ready=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
+        self._folder.cleanup()
 
     def ask(self, **request: object) -> int | None:
         """Send one request and return the answer."""
@@ -156,25 +167,60 @@ def run_fresh(arguments: list[str], cwd: Path) -> Done:
 
 
 def serve() -> None:
-    """Answer requests from standard input until it closes; in a forked child, run the command and never return."""
+    """Answer requests from standard input until it closes, and those of `ray_python.py`; in a forked child, run the
+    command or worker and never return.
+    """
     for name in IMPORTED_BY_COMMANDS:
         importlib.import_module(name)
     from pellucid.cli.main import main
 
     warm_up()
     gc.freeze()  # a child's collector leaves alone, and so never copies, what was imported here
-    for line in sys.stdin:
+    workers: set[int] = set()
+    signal.signal(signal.SIGCHLD, lambda *_: workers.difference_update([pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]]))
+    listener = socket.create_server(os.environ[ray_python.SERVER], family=socket.AF_UNIX)
+    while True:
+        ready, _, _ = select.select([sys.stdin, listener], [], [])
+        if listener in ready:
+            workers.add(_fork_worker(listener))
+        if sys.stdin not in ready:
+            continue
+        if not (line := sys.stdin.readline()):
+            return
         request = json.loads(line)
+        answer = 0
         if "arguments" in request:
             answer = os.fork()
             if answer == 0:
-                _become_command(request)
+                listener.close()
+                null, log = os.open(os.devnull, os.O_RDONLY), os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                _become(request, [null, log, log], ["pellucid", *request["arguments"]])
+                sys.executable = ray_python.__file__  # Ray starts what it starts by it
                 _run_and_leave(main)
-        else:
+        elif "wait" in request:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+def _fork_worker(listener: socket.socket) -> int:
+    """Fork a worker of Ray; the connection closes with its end."""
+    connection, _ = listener.accept()
+    text, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    with connection.makefile("rb") as rest:
+        request = json.loads(text if text.endswith(b"\n") else text + rest.readline())
+    pid = os.fork()
+    if pid == 0:
+        listener.close()
+        os.environ.clear()
+        _become(request, streams, request["arguments"])
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        _run_and_leave(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
+    for number in streams:
+        os.close(number)
+    connection.close()
+    return pid
 
 
 def warm_up() -> None:
@@ -194,7 +240,7 @@ def warm_up() -> None:
     figure.savefig(io.BytesIO())
 
 
-def _run_and_leave(main: Callable[[], None]) -> NoReturn:
+def _run_and_leave(main: Callable[[], object]) -> NoReturn:
     """Run the command and end this child as Python ends, except that what the server has imported is not taken apart:
     that would touch, and so copy, all its memory.
     """
@@ -213,14 +259,14 @@ def _run_and_leave(main: Callable[[], None]) -> NoReturn:
     os._exit(status)
 
 
-def _become_command(request: dict) -> None:
-    """Give this child the environment, streams, folder and arguments of its command, and random states of its own."""
+def _become(request: dict[str, Any], streams: list[int], arguments: list[str]) -> None:
+    """Give this child the environment, folder, streams and arguments asked for, and random states of its own."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(request["environment"])
-    for number, path, mode in ((0, os.devnull, os.O_RDONLY), (1, request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
-        os.dup2(os.open(path, mode, 0o644), number)
-    os.dup2(1, 2)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
     os.chdir(request["cwd"])
-    sys.argv = ["pellucid", *request["arguments"]]
+    sys.argv = arguments
     random.seed()
     np.random.seed()
 

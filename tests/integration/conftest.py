@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray_python
 import torch
 from commands import ENVIRONMENT, Command, Done, Server, run_fresh
 from filelock import FileLock
@@ -135,6 +136,7 @@ class RayCluster:
 
 CLUSTER = """
 import sys, ray
+sys.executable = sys.argv[1]
 ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
@@ -142,14 +144,16 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    """The session's Ray cluster; it ends with the process that this worker holds by its standard input."""
+def cluster(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[RayCluster]:
+    """The session's Ray cluster, whose workers are forked; it ends with the process that this worker holds by its standard
+    input.
+    """
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")
     access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     own = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER], env=ENVIRONMENT | access | own, text=True, stdin=subprocess.PIPE,
+        [sys.executable, "-c", CLUSTER, ray_python.__file__], env=ENVIRONMENT | server.environment | access | own, text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=(tmp_path_factory.mktemp("cluster") / "log").open("w"),
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
