@@ -58,6 +58,7 @@ IMPORTED_BY_COMMANDS = (
 TIMEOUT_S = 240.0
 AFTERWARDS_S = 30.0
 """How long what follows from the end of a command may take."""
+REAP_EVERY_S = 0.2
 
 
 @dataclass
@@ -177,10 +178,10 @@ def serve() -> None:
     warm_up()
     gc.freeze()  # a child's collector leaves alone, and so never copies, what was imported here
     workers: set[int] = set()
-    signal.signal(signal.SIGCHLD, lambda *_: workers.difference_update([pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]]))
     listener = socket.create_server(os.environ[ray_python.SERVER], family=socket.AF_UNIX)
     while True:
-        ready, _, _ = select.select([sys.stdin, listener], [], [])
+        ready, _, _ = select.select([sys.stdin, listener], [], [], REAP_EVERY_S if workers else None)
+        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
         if listener in ready:
             workers.add(_fork_worker(listener))
         if sys.stdin not in ready:
@@ -261,7 +262,6 @@ def _run_and_leave(main: Callable[[], object]) -> NoReturn:
 
 def _become(request: dict[str, Any], streams: list[int], arguments: list[str]) -> None:
     """Give this child the environment, folder, streams and arguments asked for, and random states of its own."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(request["environment"])
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
