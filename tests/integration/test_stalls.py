@@ -80,7 +80,7 @@ def assert_reported(work: Workspace, done: Done) -> str:
 def test_a_stuck_run_ends_with_a_report_and_can_be_resumed(work, how, status):
     write_plugins(work, how)
     overrides = ("algorithm.adv_estimator=plugin.py:advantages", *OWN_REWARD, "reward_model.reward_num_workers=2")
-    command = work.start("train", work.recipe, *overrides, "trainer.stall_timeout_s=8")
+    command = work.start("train", work.recipe, *overrides, "trainer.stall_timeout_s=5")
     wait_for(lambda: first_step_done(work), command)
     processes = processes_of(command)
     assert len(processes) >= 5, "the run, its guard, a fork server and two workers"

@@ -83,7 +83,9 @@ class Cluster:
             cores = len(os.sched_getaffinity(0))
             here = cores if self.device == "cpu" else devices.count(self.device)
             _check_room(self.device, pools, [(socket.gethostname(), here)])
-            self._connect(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1")
+            quick = {"prestart_worker_first_driver": False}  # a process for each core, of which ranks could use none
+            local = {"_node_ip_address": "127.0.0.1", "_system_config": quick}
+            self._connect(address="local", num_cpus=cores, include_dashboard=False, **local)
         else:
             _check_reachable(address)
             self._connect(address=address)
