@@ -1,5 +1,6 @@
 """Tests run side by side on the cores (`make test`): one thread for each process, as the models are tiny, and long files first."""
 
+import gc
 import multiprocessing.process
 import os
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until everything is imported: nothing of the libraries is ever given back, and looking for it takes seconds
 
 FAST_FOLDERS = {"unit", "contract"}
 
@@ -35,7 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check that the workers are told: without groups every worker starts Ray, and the suite takes twice as long."""
+    """Collect garbage again, outside the libraries, and check that the workers are told what belongs together.
+
+    Without groups every worker starts Ray, and the suite takes twice as long.
+    """
+    gc.freeze()
+    gc.enable()
     spread = [item.nodeid for item in session.items if not item.nodeid.partition("::")[2].count("@")]
     if hasattr(session.config, "workerinput") and session.config.option.loadgroup and spread:
         raise pytest.UsageError(f"pytest-xdist does not see that {spread[0]} belongs to a group")
