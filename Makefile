@@ -25,7 +25,7 @@ test: .venv/dev  ## run every test
 	$(PYTEST) --durations=25
 
 test-fast: .venv/dev  ## run the tests that start no process: a minute and a half
-	$(PYTEST) -m "not processes" tests/unit tests/contract
+	$(PYTEST) -n 2 -m "not processes" tests/unit tests/contract
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks examples
