@@ -3,12 +3,15 @@
 import faulthandler
 import itertools
 import multiprocessing as mp
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 MAX_RANKS = 4
@@ -24,15 +27,17 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder, self._group = folder, itertools.count()
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "sharded"])
+        context.set_forkserver_preload(["rank_imports"])
         self._pipes: list[Connection] = []
         self._processes = []
-        for _ in range(MAX_RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # what the server preloads is looked for along it alone
+            for _ in range(MAX_RANKS):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process.start()
+                self._pipes.append(ours)
+                self._processes.append(process)
 
     def run(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return `function(*args)` of each of `num_ranks` ranks of a new process group."""
