@@ -257,13 +257,13 @@ def save_untrained(setup: Setup, folder: Path) -> State:
 
 
 def load_and_train(setup: Setup, folder: Path, number: int) -> tuple[int, State, State]:
-    """Return version and state after loading into other weights, and the state after `number` more updates."""
+    """Return version and state after loading into other weights, and the state after `number` more updates if there are any."""
     engine = make_engine(replace(setup, seed=setup.seed + 1))
     engine.load(folder, WHOLE_STATE)
     version, loaded = engine.version, state_of(engine)
     for _ in range(number):
         engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
-    return version, loaded, state_of(engine)
+    return version, loaded, state_of(engine) if number else {}
 
 
 def score_after_loading(setup: Setup, folder: Path) -> torch.Tensor | None:

@@ -63,6 +63,12 @@ def in_one_process(setup: Setup, number: int = NUM_UPDATES) -> Trace:
     return sharded.run_updates(setup, number)
 
 
+@cache
+def over_ranks(ranks: Ranks, num_ranks: int, setup: Setup, number: int = 3) -> list[Trace]:
+    """Return what updates give on each of several ranks, computed once as well."""
+    return ranks.run(num_ranks, sharded.run_updates, setup, number)
+
+
 def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float((value.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-12))
 
@@ -107,7 +113,7 @@ def assert_agree(traces: list[Trace], expected: Trace, tolerance: float = TOLERA
 def test_updates_agree_with_one_process(ranks, plan, num_ranks):
     expected = in_one_process(Setup(), 3)
     assert expected.numbers[0][0] > 2 * expected.numbers[2][0] > 0  # training moves far
-    assert_agree(ranks.run(num_ranks, sharded.run_updates, Setup(plan), 3), expected)
+    assert_agree(over_ranks(ranks, num_ranks, Setup(plan)), expected)
 
 
 VARIANTS = {
@@ -119,7 +125,7 @@ VARIANTS = {
     "lora-kl": (2, Setup(role="lora", exact_kl=True)),
     "lora-checkpointing": (2, Setup(role="lora", gradient_checkpointing=True)),
     "checkpointing": (2, Setup(gradient_checkpointing=True)),
-    "clipped": (4, Setup(grad_clip=0.5)),
+    "clipped": (2, Setup(grad_clip=0.5)),
     "unlike-numbers-of-micro-batches": (4, Setup(max_tokens=29)),
     "fewer-sequences-than-ranks": (4, Setup(num_sequences=3)),
     "batch-order": (2, Setup(balance_ranks=False)),
@@ -135,10 +141,12 @@ def test_variants_agree_with_one_process(ranks, plan, variant):
     assert_agree(ranks.run(num_ranks, sharded.run_updates, replace(setup, plan=plan), NUM_UPDATES), expected)
 
 
-@pytest.mark.parametrize("options", [{"fsdp_size": 2}, {"fsdp_size": 1}, {"reshard_after_forward": False}], ids=str)
-def test_meshes_agree_with_one_process(ranks, plan, options):
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(4, {"fsdp_size": 2}), (2, {"fsdp_size": 1}), (2, {"reshard_after_forward": False})], ids=str
+)
+def test_meshes_agree_with_one_process(ranks, plan, num_ranks, options):
     setup = Setup(replace(plan, **options))
-    assert_agree(ranks.run(4, sharded.run_updates, setup, NUM_UPDATES), in_one_process(Setup()))
+    assert_agree(ranks.run(num_ranks, sharded.run_updates, setup, NUM_UPDATES), in_one_process(Setup()))
 
 
 def test_an_update_tells_how_even_the_ranks_were(ranks, plan):
@@ -157,8 +165,7 @@ def test_an_update_tells_how_even_the_ranks_were(ranks, plan):
 def test_offloading_changes_nothing_on_a_cpu(ranks, plan, num_ranks, tmp_path):
     """The ranks' memory is the processor's already; on one rank sharding exists for offloading alone."""
     setup = Setup(replace(plan, param_offload=True), optimizer_offload=True)
-    offloaded = ranks.run(num_ranks, sharded.run_updates, setup, NUM_UPDATES)[0]
-    plain = ranks.run(num_ranks, sharded.run_updates, Setup(plan), NUM_UPDATES)[0]
+    offloaded, plain = over_ranks(ranks, num_ranks, setup)[0], over_ranks(ranks, num_ranks, Setup(plan))[0]
     assert offloaded.numbers == plain.numbers
     assert_equal(offloaded.state, plain.state)
     saved = ranks.run(num_ranks, sharded.save_now, setup, tmp_path)[0]
@@ -215,7 +222,7 @@ def test_what_breaks_on_one_rank_stops_all(ranks, plan, where):
 def test_a_checkpoint_is_read_by_any_number_of_ranks(ranks, plan, setup, tmp_path):
     setup = replace(setup, plan=plan)
     saved = ranks.run(2, sharded.save_now, setup, tmp_path)[0]
-    for num_ranks in (1, 2, 4):
+    for num_ranks in (1, 4):
         version, loaded, _ = ranks.run(num_ranks, sharded.load_and_train, setup, tmp_path, 0)[0]
         assert version == 1
         assert_equal(loaded, saved)
@@ -232,7 +239,7 @@ def test_a_checkpoint_of_one_process_is_read_by_ranks(ranks, plan, tmp_path):
 
 
 def test_a_resumed_run_continues_bitwise(ranks, plan, tmp_path):
-    straight = ranks.run(2, sharded.run_updates, Setup(plan))[0].state
+    straight = over_ranks(ranks, 2, Setup(plan))[0].state
     ranks.run(2, sharded.save_now, Setup(plan), tmp_path)
     _, _, resumed = ranks.run(2, sharded.load_and_train, Setup(plan), tmp_path, 2)[0]
     assert_equal(resumed, straight)
