@@ -1,6 +1,7 @@
 """A small off-policy batch with rollout log-probs, and actors of every loss over it: for the tests of corrected updates."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -91,6 +92,12 @@ def some_batch(engine: FsdpEngine, *, gap: float = 0.3, spread: float = 0.3, giv
         returns=torch.zeros_like(logp),
         loss_mask=samples.mask,
     )
+
+
+@cache
+def own_batch(**options) -> TrainBatch:
+    """`some_batch` of a new `tiny_engine`, the same object each time."""
+    return some_batch(tiny_engine(), **options)
 
 
 def config_of(loss: str, **options) -> ActorConfig:

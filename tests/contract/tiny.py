@@ -4,6 +4,8 @@ Weights are drawn large enough that attention and biases matter: with the librar
 distribution is nearly uniform and a wrong mask would hardly show.
 """
 
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,6 +53,11 @@ def tiny_config(name: str) -> dict[str, Any]:
 
 def tiny_model(name: str, *, seed: int = 0, scale: float = 0.3) -> PreTrainedModel:
     """Return a random model whose matrices have entries of standard deviation `scale`."""
+    return deepcopy(_drawn_model(name, seed, scale))
+
+
+@cache
+def _drawn_model(name: str, seed: int, scale: float) -> PreTrainedModel:
     model = init_model(tiny_config(name), seed=seed, device=CPU)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from pellucid.config.schema.actor import ActorConfig, PolicyLossConfig
 from pellucid.config.schema.algorithm import RejectionRuleConfig
 
 NAN = math.nan
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=10, deadline=None)
 seeds = st.integers(0, 999)
 ACTOR = ActorConfig(policy_loss=PolicyLossConfig(clip_cov_ratio=0.3, clip_cov_lb=-9.0, clip_cov_ub=9.0, kl_cov_ratio=0.3))
 RULES = [RejectionRuleConfig(k, level, None, 1.2) for k in ("k1", "k2", "k3") for level in ("token", "seq_sum", "seq_mean", "seq_max")]

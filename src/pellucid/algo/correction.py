@@ -77,7 +77,8 @@ def correct(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, algorithm: "Al
     num_rows = max(1, BLOCK_TOKENS // mask.shape[1])
     blocks = [slice(start, start + num_rows) for start in range(0, len(mask), num_rows)]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        sums_of_blocks, token_gaps = zip(*pool.map(work_on, blocks))
+        each = pool.map if len(blocks) > 1 else map
+        sums_of_blocks, token_gaps = zip(*each(work_on, blocks))
     sums = _Sums(*map(torch.cat, zip(*sums_of_blocks)))
     metrics = _gap_metrics(sums)
     if measures:
