@@ -263,6 +263,7 @@ def _run_and_leave(main: Callable[[], object]) -> NoReturn:
 def _become(request: dict[str, Any], streams: list[int], arguments: list[str]) -> None:
     """Give this child the environment, folder, streams and arguments asked for, and random states of its own."""
     os.environ.update(request["environment"])
+    sys.path[1:1] = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.chdir(request["cwd"])

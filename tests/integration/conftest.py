@@ -19,6 +19,7 @@ from commands import ENVIRONMENT, Command, Done, Server, run_fresh
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from contract.npu_stub import make_stub_package
 from pellucid.training.common.models import BUILTIN_FOLDER
 
 NUM_STEPS = 4
@@ -95,6 +96,13 @@ def work(tmp_path: Path, server: Server) -> Workspace:
     folder = tmp_path / "work"
     folder.mkdir()
     return Workspace(folder, server)
+
+
+@pytest.fixture
+def npu_work(work: Workspace, tmp_path: Path) -> Workspace:
+    """A workspace whose commands find a torch_npu; see `npu_stub`."""
+    work.environment["PYTHONPATH"] = str(make_stub_package(tmp_path / "npu"))
+    return work
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:

@@ -22,11 +22,16 @@ CAPTURES: dict[str, dict[str, str]] = {
 }
 """Stage → folder below the profile's."""
 OFF = ("base", "sentinel")
+SMALL = (
+    *("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"),
+    *("data.max_response_length=4", "trainer.logger=[console]"),
+)
+"""Fewer prompts, samples and tokens than the recipes', in as many mini-batches."""
 
 
 def train(work: Workspace, name: str, *overrides: str) -> Path:
-    """Run a recipe and return its run directory."""
-    work.run("train", str(RECIPES / f"{name}.yaml"), "trainer.logger=[console]", *overrides)
+    """Run a small form of a recipe and return its run directory."""
+    work.run("train", str(RECIPES / f"{name}.yaml"), *SMALL, *overrides)
     return work.folder / "outputs" / "precision" / name
 
 

@@ -9,11 +9,14 @@ from commands import wait_for
 from profiles import captured, manifest, ranges, trace
 
 from conftest import Workspace, metrics, untimed
+from contract.npu_stub import spans, trace_of
+from pellucid.stages import Stage
 
-ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
-QUIET = ("data.val_files=null", "trainer.save_freq=-1", "trainer.val_before_train=false")
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+QUIET = ("data.val_files=null", "trainer.save_freq=-1", "trainer.val_before_train=false", "data.max_response_length=4")
 ON = ("global_profiler.tool=torch", f"{ACTOR}.profiler.enable=true", f"{ACTOR}.profiler.all_ranks=true")
 SHORT = (*QUIET, *ON, "trainer.total_training_steps=2", "global_profiler.steps=[2]")
+SAVED = "global_profiler.save_path=outputs/profile"
 DISCRETE = (f"{ACTOR}.profiler.tool_config.torch.discrete=true",)
 PPO = (
     "algorithm.adv_estimator=gae",
@@ -62,34 +65,40 @@ def test_discrete_captures_are_one_a_stage_of_every_role(work: Workspace, judge:
 
 
 @pytest.mark.parametrize(
-    ("stage", "section", "unit", "others"),
+    ("unit", "windows", "others"),
     [
-        ("actor_compute_log_prob", ACTOR, "micro_batch", ()),
-        ("ref_compute_log_prob", ACTOR, "micro_batch", ()),
-        ("actor_update", ACTOR, "micro_batch", ("mini_batch", "optimizer_step")),
-        ("actor_update", ACTOR, "mini_batch", ("micro_batch", "optimizer_step")),
-        ("critic_update", "critic", "mini_batch", ("micro_batch", "optimizer_step")),
-        ("critic_update", "critic", "micro_batch", ("mini_batch", "optimizer_step")),
-        ("compute_values", "critic", "micro_batch", ()),
-        ("rollout_generate", ROLLOUT, "decode_step", ()),
+        (
+            "micro_batch",
+            {
+                ACTOR: ("actor_compute_log_prob", "ref_compute_log_prob", "actor_update"),
+                "critic": ("compute_values", "critic_update"),
+            },
+            {"mini_batch", "optimizer_step"},
+        ),
+        ("mini_batch", {ACTOR: ("actor_update",), "critic": ("critic_update",)}, {"micro_batch", "optimizer_step"}),
+        ("decode_step", {ROLLOUT: ("rollout_generate",)}, set[str]()),
     ],
+    ids=["micro_batch", "mini_batch", "decode_step"],
 )
 def test_a_schedule_captures_exactly_its_window(
-    work: Workspace, stage: str, section: str, unit: str, others: tuple[str, ...]
+    work: Workspace, unit: str, windows: dict[str, tuple[str, ...]], others: set[str]
 ) -> None:
-    schedule = f"{section}.profiler.schedule"
-    off = () if section == "critic" else ("critic.profiler.enable=false",)
-    quiet_actor = () if section == ACTOR else (f"{ACTOR}.profiler.enable=false",)
-    window = (f"{schedule}.stages=[{stage}]", f"{schedule}.unit={unit}", f"{schedule}.skip_first=1", f"{schedule}.active=2")
+    overrides = [f"{section}.profiler.enable=false" for section in (ACTOR, "critic") if section not in windows]
+    for section, stages in windows.items():
+        schedule = f"{section}.profiler.schedule"
+        overrides += [f"{section}.profiler.enable=true", f"{schedule}.skip_first=1", f"{schedule}.active=2"]
+        overrides += [f"{schedule}.stages=[{','.join(stages)}]", f"{schedule}.unit={unit}"]
     mini_batches = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4")
-    follow = (f"{ROLLOUT}.profiler.enable=true",) if section == ROLLOUT else ()
-    work.train(*SHORT, *PPO, *mini_batches, *off, *quiet_actor, *follow, *window)
+    work.train(*SHORT, *PPO, *mini_batches, *overrides)
     content = manifest(work.run_dir)
-    [file] = content["files"]
-    assert (file["step"], file["stage"]) == (2, stage) and content["complete"], content["failures"]
-    assert (file["units"]["first"], file["units"]["count"]) == (1, 2) and file["units"]["of"] >= 3
-    found = ranges(work.run_dir / "profile" / file["path"])
-    assert found[unit] == 2 and set(found) <= {unit, *others}
+    assert content["complete"], content["failures"]
+    expected = sorted(stage for stages in windows.values() for stage in stages)
+    assert sorted(file["stage"] for file in content["files"]) == expected
+    for file in content["files"]:
+        assert file["step"] == 2
+        assert (file["units"]["first"], file["units"]["count"]) == (1, 2) and file["units"]["of"] >= 3
+        found = ranges(work.run_dir / "profile" / file["path"])
+        assert found[unit] == 2 and set(found) <= {unit, *(others if file["stage"].endswith("update") else ())}
 
 
 def test_torchs_own_window_of_mini_batches(work: Workspace) -> None:
@@ -101,9 +110,9 @@ def test_torchs_own_window_of_mini_batches(work: Workspace) -> None:
 
 def test_profiling_changes_no_number(work: Workspace, finished: Path) -> None:
     contents = "[cpu,memory,shapes,module,stack]"
-    work.train(*ON, "global_profiler.steps=[2,3]", *DISCRETE, f"{ACTOR}.profiler.tool_config.torch.contents={contents}")
+    work.train(*ON, "global_profiler.steps=[2]", *DISCRETE, f"{ACTOR}.profiler.tool_config.torch.contents={contents}")
     assert untimed(metrics(work.run_dir)) == untimed(metrics(finished))
-    assert len(manifest(work.run_dir)["files"]) == 4
+    assert len(manifest(work.run_dir)["files"]) == 2
 
 
 REWARD = """
@@ -137,13 +146,6 @@ class Counts(TorchTool):
 """
 
 
-def test_a_tool_of_the_users_own(work: Workspace) -> None:
-    work.write("tools.py", TOOLS)
-    work.train(*SHORT, "global_profiler.tool=tools.py:Counts")
-    [file] = manifest(work.run_dir)["files"]
-    assert file["tool"] == "tools.py:Counts" and file["bytes"] == 4
-
-
 @pytest.mark.parametrize(("tool", "said"), [("Breaks", "No space left on device"), ("Absent", "needs a driver that is not here")])
 def test_a_tool_that_fails_leaves_training_alone_unless_strict(work: Workspace, tool: str, said: str) -> None:
     work.write("tools.py", TOOLS)
@@ -165,11 +167,13 @@ def test_a_failing_step_keeps_its_trace(work: Workspace) -> None:
     assert ranges(work.run_dir / "profile" / file["path"])["rollout_generate"] == 1
 
 
-def test_a_stage_that_does_not_run_is_said(work: Workspace) -> None:
+def test_what_is_not_captured_is_said_and_so_is_a_hook_that_fails(work: Workspace) -> None:
     stages = f"{ACTOR}.profiler.schedule.stages=[actor_compute_log_prob,actor_update]"
-    done = work.train(*SHORT, stages, f"{ROLLOUT}.profiler.ranks=[0]", f"{ROLLOUT}.profiler.all_ranks=false")
+    no_rollout = (f"{ROLLOUT}.profiler.ranks=[0]", f"{ROLLOUT}.profiler.all_ranks=false")
+    done = work.train(*SHORT, stages, *no_rollout, "global_profiler.finish_hook_cmd='exit 3'")
     assert "no file of actor_compute_log_prob: the stage did not run in this step. With one mini-batch" in done.text
     assert "rollout.profiler: nothing of rollout is captured" in done.text
+    assert "ended with status 3" in done.text
     content = manifest(work.run_dir)
     assert captured(content) == {(2, "actor_update", 0)} and not content["complete"]
 
@@ -181,29 +185,28 @@ def test_steps_that_never_come_are_said(work: Workspace) -> None:
     assert not content["complete"] and content["profiled"] == [2]
 
 
-def test_the_budget_ends_collection_with_a_message(work: Workspace) -> None:
-    done = work.train(*SHORT, "global_profiler.steps=[1,2]", "global_profiler.max_bytes=1000")
+def test_the_budget_ends_collection_with_a_message_and_a_hook_that_hangs_is_ended(work: Workspace) -> None:
+    hook = ("global_profiler.finish_hook_cmd='sleep 60'", "global_profiler.finish_hook_timeout_s=1")
+    done = work.train(*SHORT, "global_profiler.steps=[1,2]", "global_profiler.max_bytes=1000", *hook)
     assert "global_profiler.max_bytes" in done.text and len(manifest(work.run_dir)["files"]) == 1
+    assert "was ended after 1 s" in done.text
 
 
-def test_the_hook_runs_once_after_the_last_file(work: Workspace) -> None:
+def test_the_hook_runs_once_after_the_last_file_of_a_tool_of_the_users_own(work: Workspace) -> None:
+    work.write("tools.py", TOOLS)
     command = 'ls "$PELLUCID_PROFILE_DIR" > seen.txt; cp "$PELLUCID_MANIFEST" copy.json; echo "$PELLUCID_RUN_DIR" >> runs.txt'
     work.write("hook.sh", command)
-    work.train(*SHORT, "global_profiler.finish_hook_cmd=sh hook.sh")
+    work.train(*SHORT, "global_profiler.tool=tools.py:Counts", "global_profiler.finish_hook_cmd=sh hook.sh")
     assert (work.folder / "runs.txt").read_text().split() == [str(work.run_dir)]
-    copy = json.loads((work.folder / "copy.json").read_text())
-    assert copy == manifest(work.run_dir) and copy["files"][0]["path"] in (work.folder / "seen.txt").read_text()
-
-
-@pytest.mark.parametrize(("command", "said"), [("exit 3", "ended with status 3"), ("sleep 60", "was ended after 1 s")])
-def test_a_hook_that_fails_or_hangs_is_said(work: Workspace, command: str, said: str) -> None:
-    done = work.train(*SHORT, f"global_profiler.finish_hook_cmd='{command}'", "global_profiler.finish_hook_timeout_s=1")
-    assert said in done.text
+    content = manifest(work.run_dir)
+    [file] = content["files"]
+    assert file["tool"] == "tools.py:Counts" and file["bytes"] == 4
+    assert json.loads((work.folder / "copy.json").read_text()) == content and file["path"] in (work.folder / "seen.txt").read_text()
 
 
 def test_save_path_may_be_shared_by_runs(work: Workspace) -> None:
     for run in ("one", "two"):
-        work.train(*SHORT, "global_profiler.save_path=outputs/profile", f"trainer.default_local_dir={run}")
+        work.train(*SHORT, "trainer.total_training_steps=1", "global_profiler.steps=[1]", SAVED, f"trainer.default_local_dir={run}")
         [file] = manifest(work.folder / run)["files"]
         assert Path(file["path"]).parent == work.folder / "outputs" / "profile"
 
@@ -228,3 +231,28 @@ def test_the_timeline_shows_every_micro_batch_and_reward_call(work: Workspace) -
     assert names.count("reward_call") == 2 * 16 and names.count("step") == names.count("weight_sync") == 2
     assert names.count("mini_batch") == 2 and names.count("micro_batch") >= 3
     assert all("cpu_s" in event["args"] for event in events if event["tid"] == 0)
+
+
+@pytest.mark.slow
+def test_an_npu_captures_stages_and_windows_as_each_role_is_set(npu_work: Workspace) -> None:
+    npu, schedule = f"{ACTOR}.profiler.tool_config.npu", f"{ACTOR}.profiler.schedule"
+    actor = (f"{npu}.discrete=true", f"{npu}.contents=[npu,cpu]", f"{npu}.level=level1", f"{ACTOR}.use_kl_loss=true")
+    window = (f"{schedule}.unit=micro_batch", f"{schedule}.warmup=1", f"{schedule}.active=1", f"{schedule}.stages=[actor_update]")
+    own = f"{ROLLOUT}.profiler"
+    rollout = (f"{own}.enable=true", f"{own}.ranks=[0]", f"{own}.tool_config.npu.discrete=true", f"{own}.tool_config.npu.analysis=false")
+    tool = ("global_profiler.tool=npu", "global_profiler.steps=[1]", SAVED, "trainer.device=cpu")
+    small = ("trainer.total_training_steps=1", f"{ACTOR}.ppo_max_token_len_per_gpu=32")
+    npu_work.train(*SHORT, *actor, *window, *rollout, *tool, *small)
+    content, profile = manifest(npu_work.run_dir), npu_work.folder / "outputs" / "profile"
+    assert content["complete"], content["failures"]
+    assert {file["path"] for file in content["files"]} == {str(path) for path in profile.rglob("*") if path.is_file()}
+    [ref] = profile.glob("ref_ref_compute_log_prob_step1_*")
+    [update] = profile.glob("actor_actor_update_step1_*")
+    [generate] = profile.glob("rollout_replica0/rollout_rollout_generate_step1_*")
+    assert len(list(profile.iterdir())) == 3
+    assert not (generate / "ASCEND_PROFILER_OUTPUT").exists()
+    assert len(spans(trace_of(ref), Stage.REF_COMPUTE_LOG_PROB, of_npu=True)) == 1
+    for of_npu in (False, True):
+        assert len(spans(trace_of(update), "micro_batch", of_npu=of_npu)) == 1
+    level = {json.loads(path.read_text())["experimental_config"]["trace_level"] for path in update.rglob("sample.json")}
+    assert level == {"Level1"}

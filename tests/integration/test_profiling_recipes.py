@@ -1,19 +1,15 @@
 """Each example of the two guides, and of sampling inside a stage, runs as written: a table from the recipe to its captures."""
 
-import contextlib
 import pstats
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import commands
 import pytest
-from commands import Done, Server
+from commands import Done
 from profiles import manifest, nsys_ranges, ranges
 
 from conftest import Workspace
-from contract.npu_stub import make_stub_package
 from pellucid.observe.tools.nsys import importer
 
 ROOT = Path(__file__).parents[2]
@@ -59,22 +55,20 @@ NSYS: dict[str, Captures] = {
 OFF = ("base", "nsight_off", "npu_off")
 ON_CPU = "trainer.device=cpu"
 """The stub of torch_npu profiles, and computes nothing."""
-
-
-@pytest.fixture(scope="module")
-def npu_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose commands find a torch_npu; see `npu_stub`."""
-    stub = make_stub_package(tmp_path_factory.mktemp("npu"))
-    with contextlib.ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:  # for this server alone
-            patch.setitem(commands.ENVIRONMENT, "PYTHONPATH", str(stub))
-            server = stack.enter_context(Server())
-        yield server
+SMALL = (
+    *("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=2"),
+    "data.max_response_length=4",
+)
+"""Fewer prompts, samples and tokens than the recipes', in as many mini-batches."""
+SEVERAL = ("data.max_response_length=8", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=48")
+"""Fewer samples and tokens, with more of each unit than a window takes."""
 
 
 def train(work: Workspace, name: str, *overrides: str) -> tuple[Done, Path]:
-    """Run a recipe and return what it printed and its run directory."""
-    done = work.run("train", str(RECIPES / f"{name}.yaml"), *overrides)
+    """Run a small form of a recipe, up to its last capture; return what it printed and its run directory."""
+    last = max([step for step, _, _ in expected(name)], default=1)
+    size = SEVERAL if name in SAMPLED else SMALL
+    done = work.run("train", str(RECIPES / f"{name}.yaml"), *size, f"trainer.total_training_steps={last}", *overrides)
     return done, work.folder / "outputs" / "profiling" / name
 
 
@@ -92,13 +86,20 @@ def captures(files: list[dict[str, Any]]) -> Captures:
     return {(file["step"], file["stage"], file["process"]) for file in files}
 
 
+def expected(name: str) -> Captures:
+    """Return the captures of a recipe."""
+    if name in SAMPLED:
+        return {(2, SAMPLED[name][0], "controller")}
+    return (TORCH | NPU | NSYS).get(name, set())
+
+
 def test_every_recipe_is_in_a_table() -> None:
     assert {path.stem for path in RECIPES.glob("*.yaml")} == {*TORCH, *SAMPLED, *NPU, *NSYS, *OFF}
 
 
 @pytest.mark.parametrize("name", OFF)
 def test_off_writes_no_profile(work: Workspace, name: str) -> None:
-    _, run_dir = train(work, name, "trainer.total_training_steps=1")
+    _, run_dir = train(work, name)
     assert (run_dir / "timeline" / "controller.json").exists() and not (run_dir / "profile").exists()
 
 
@@ -113,29 +114,28 @@ def test_pytorchs_tools(work: Workspace, name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_what_the_ascend_guide_patches_sources_for(work: Workspace, name: str) -> None:
-    stage, unit, first, count, names = SAMPLED[name]
+    _, unit, first, count, names = SAMPLED[name]
     _, run_dir = train(work, name)
     [file] = files_of(work, run_dir)
-    assert captures([file]) == {(2, stage, "controller")}
+    assert captures([file]) == expected(name)
     assert {key: file["units"][key] for key in ("unit", "first", "count")} == {"unit": unit, "first": first, "count": count}
     assert file["units"]["of"] > first + count
     found = ranges(run_dir / "profile" / file["path"])
     assert found[unit] == count and set(found) == names
 
 
-def short(name: str) -> tuple[str, ...]:
-    """Return what keeps captures few, for each takes seconds: one step shows the stages, whole steps which are captured."""
+def only_step_1(name: str) -> tuple[str, ...]:
+    """Return what keeps captures of stages to one step, for each takes seconds; whole steps show which are captured."""
     key = "trainer.profile_steps" if name in NSYS else "global_profiler.steps"  # as the recipe spells it
-    return ("trainer.total_training_steps=1", f"{key}=[1]") if name.endswith("_discrete") else ()
+    return (f"{key}=[1]",) if name.endswith("_discrete") else ()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NPU)
-def test_the_ascend_guides_examples(tmp_path: Path, npu_server: Server, name: str) -> None:
-    work = Workspace(tmp_path, npu_server)
-    done, run_dir = train(work, name, ON_CPU, *short(name))
+def test_the_ascend_guides_examples(npu_work: Workspace, name: str) -> None:
+    done, run_dir = train(npu_work, name, ON_CPU, *only_step_1(name))
     assert "global_profiler.tool: npu, the one tool that profiled roles have settings of" in done.text
-    files = files_of(work, run_dir)
+    files = files_of(npu_work, run_dir)
     assert captures(files) == NPU[name]
     traces = [file for file in files if file["path"].endswith("ASCEND_PROFILER_OUTPUT/trace_view.json")]
     assert len(traces) == len(NPU[name])
@@ -144,30 +144,44 @@ def test_the_ascend_guides_examples(tmp_path: Path, npu_server: Server, name: st
 
 
 @pytest.mark.slow
-def test_a_window_on_an_npu_differs_by_the_tools_name_alone(tmp_path: Path, npu_server: Server) -> None:
-    work = Workspace(tmp_path, npu_server)
-    _, run_dir = train(work, "sample_decode_steps", "global_profiler.tool=npu", ON_CPU)
-    files = files_of(work, run_dir)
+def test_a_window_on_an_npu_differs_by_the_tools_name_alone(npu_work: Workspace) -> None:
+    _, run_dir = train(npu_work, "sample_decode_steps", "global_profiler.tool=npu", ON_CPU)
+    files = files_of(npu_work, run_dir)
     assert captures(files) == {(2, "rollout_generate", "controller")}
     assert {file["units"]["first"] for file in files} == {2} and {file["units"]["count"] for file in files} == {3}
+
+
+def check_captures(done: Done, work: Workspace, run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """Check the captures of an example of the Nsight guide; return its files."""
+    assert "trainer.profile_steps" in done.text and "are read as" in done.text
+    files = files_of(work, run_dir)
+    assert captures(files) == NSYS[name]
+    return files
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nsys") is None, reason="needs nsys")
-@pytest.mark.parametrize("name", NSYS)
-def test_the_nsight_guides_examples(work: Workspace, name: str) -> None:
+def test_the_nsight_guides_whole_steps_on_a_cluster_of_their_own(work: Workspace) -> None:
     pytest.importorskip("ray")
-    done, run_dir = train(work, name, *short(name))
-    assert "trainer.profile_steps" in done.text and "are read as" in done.text
-    files = files_of(work, run_dir)
-    assert captures(files) == NSYS[name]
-    if name == "nsight_end_to_end" and importer() is not None:
+    name = "nsight_end_to_end"
+    done, run_dir = train(work, name)
+    files = check_captures(done, work, run_dir, name)
+    if importer() is not None:
         whole = {file["process"]: nsys_ranges(run_dir / "profile" / file["path"], work.folder) for file in files if file["step"] == 1}
         for rank in RANKS:
             assert all(whole[rank][range_] == 1 for range_ in ("step_1", "rollout_generate", "actor_update")), whole[rank]
         controller = whole["controller"]
         assert all(controller[stage] == len(GUIDE_STEPS) for stage in CONTROLLER_STAGES) and not controller["micro_batch"], controller
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nsys") is None, reason="needs nsys")
+def test_the_nsight_guides_stages(work: Workspace, ranks: tuple[str, ...]) -> None:
+    name = "nsight_discrete"
+    done, run_dir = train(work, name, *ranks, *only_step_1(name))
+    check_captures(done, work, run_dir, name)
 
 
 @pytest.mark.parametrize("which", ["example", "guide"])

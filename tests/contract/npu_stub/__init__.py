@@ -5,6 +5,7 @@ and operators of the CPU are recorded by PyTorch and written in torch_npu's own 
 `msprof`, CANN's exporter, is a script that exports the ranges put on the NPU's timeline. The rest of the folder is these stubs.
 """
 
+import json
 import shutil
 import stat
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +84,16 @@ def _real_files() -> Path:
         except OSError:  # another test process was faster
             assert files.is_dir()
     return files
+
+
+def trace_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a parsed capture."""
+    return json.loads((folder / "ASCEND_PROFILER_OUTPUT" / "trace_view.json").read_text())
+
+
+def spans(events: list[dict[str, Any]], name: str, *, of_npu: bool = False) -> list[tuple[float, float]]:
+    """Beginning and end, in microseconds since 1970, of the spans of a name on one of the sides; the NPU's process is 1."""
+    found = [
+        event for event in events if event["ph"] == "X" and event["name"] == name and (event["pid"] == 1) is of_npu
+    ]
+    return [(float(event["ts"]), float(event["ts"]) + event["dur"]) for event in found]
