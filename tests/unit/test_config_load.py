@@ -333,7 +333,7 @@ VALUES = {
 }
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chosen=st.fixed_dictionaries({}, optional=VALUES))
 def test_the_resolved_yaml_loads_to_the_same_config(tmp_path, chosen):
     from omegaconf import OmegaConf

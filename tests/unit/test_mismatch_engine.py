@@ -189,7 +189,7 @@ def test_noise_follows_from_seed_and_version(actor):
 def test_stale_weights_are_those_of_k_versions_ago(actor, stale_steps):
     engine = make_engine(actor, stale_steps=stale_steps)
     history: list[list[Rollout]] = []
-    for version in range(6):
+    for version in range(stale_steps + 3):
         history.append(sample_rollouts(make_native(actor), PROMPTS, PARAMS, stream=STREAM))
         used = max(0, version - stale_steps)
         # Two calls a step, as when groups are filtered and sampling goes on, sample from the same weights.
@@ -320,7 +320,8 @@ def test_weights_come_back_when_the_exchange_itself_fails(actor, monkeypatch):
 def test_a_resumed_run_samples_what_the_uninterrupted_one_does(actor, tmp_path, saved_after):
     fields = {"dtype": "bfloat16", "stale_steps": 2, "noise": 0.05}
     engine, expected = make_engine(actor, **fields), []
-    for step in range(1, 8):
+    steps = range(1, saved_after + 4)  # until nothing of the checkpoint is sampled any more
+    for step in steps:
         expected.append(sample_rollouts(engine, PROMPTS, PARAMS, stream=("rollout", step)))
         fake_update(actor)
         sync(actor, engine)
@@ -332,7 +333,7 @@ def test_a_resumed_run_samples_what_the_uninterrupted_one_does(actor, tmp_path, 
     resumed.version = saved_after
     engine = make_engine(resumed, **fields)
     engine.policy.load(tmp_path)
-    for step in range(saved_after + 1, 8):
+    for step in steps[saved_after:]:
         assert sample_rollouts(engine, PROMPTS, PARAMS, stream=("rollout", step)) == expected[step - 1]
         fake_update(resumed)
         sync(resumed, engine)

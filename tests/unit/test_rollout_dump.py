@@ -52,7 +52,7 @@ SCORES = st.builds(Score, FLOATS, st.dictionaries(st.text(max_size=4), FLOATS, m
     st.builds(Score, st.none(), failure=FAILURES)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), scored=st.lists(st.tuples(a_rollout(), SCORES), max_size=4), step=st.integers(0, 10**7))
 def test_round_trip(tmp_path, data, scored, step):
     rollouts, scores = [rollout for rollout, _ in scored], [score for _, score in scored]
