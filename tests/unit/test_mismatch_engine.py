@@ -22,7 +22,7 @@ TOKENIZER = load_tokenizer("builtin")
 PROMPTS = [
     Prompt(f"p{i}", TOKENIZER.encode(text), text, "t") for i, text in enumerate(["12+7=", "5+88=", "40+41=", "9+9="])
 ]
-PARAMS = SamplingParams(n=8, max_tokens=6)
+PARAMS = SamplingParams(n=8, max_tokens=4)
 STREAM = ("rollout", 3)
 Weights = dict[str, torch.Tensor]
 
