@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
@@ -44,6 +46,11 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def base_model(model_type="qwen2"):
     """Random, with biases in attention and weights large enough that distributions are far from uniform."""
+    return deepcopy(_drawn_model(model_type))
+
+
+@cache
+def _drawn_model(model_type):
     model = init_model(SIZES | {"model_type": model_type}, seed=0, device=CPU)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
