@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from tiny import CPU, VOCABULARY, tiny_model
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pellucid.config.schema.profiler import GlobalProfilerConfig, GlobalToolConfig, PrecisionDebuggerConfig
@@ -141,9 +142,20 @@ def state_of(engine: FsdpEngine) -> State:
     """Return weights and moments of the whole model, on rank 0."""
     assert engine.optimizer is not None
     sharding, tensors = engine.sharding, engine._tensors() | engine.optimizer.state_tensors()
-    if sharding is not None:
-        tensors = {name: sharding.whole(tensor) for name, tensor in tensors.items()}
-    return {name: tensor.clone() for name, tensor in tensors.items()} if sharding is None or sharding.rank == 0 else {}
+    if sharding is None:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+    # All tensors at once: to gather each by itself takes longer than an update.
+    parts: list[Any] | None = [None] * sharding.num_ranks if sharding.rank == 0 else None
+    torch.distributed.gather_object({name: Sharding.local(tensor) for name, tensor in tensors.items()}, parts)
+    return {} if parts is None else {name: joined(tensor, [part[name] for part in parts]) for name, tensor in tensors.items()}
+
+
+def joined(tensor: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the whole of a tensor from what each rank holds of it."""
+    if not isinstance(tensor, DTensor):
+        return parts[0].clone()
+    assert tensor.placements[-1].is_shard(0)
+    return torch.cat(parts[: tensor.device_mesh.shape[-1]])  # the first copy's shards, where there are several copies
 
 
 @dataclass
