@@ -31,7 +31,9 @@ import numpy as np
 import ray_python
 
 MAIN = "from pellucid.cli.main import main; main()"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "500", "HF_HUB_OFFLINE": "1"}
+FIRST_PYTHON = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+"""Where programs are looked for: `ray_python.py` is run by the first python3 there, often and fast if that is no shim."""
+ENVIRONMENT = os.environ | {"PATH": FIRST_PYTHON, "OMP_NUM_THREADS": "1", "COLUMNS": "500", "HF_HUB_OFFLINE": "1"}
 IMPORTED_BY_COMMANDS = (
     "hydra._internal.core_plugins.basic_launcher",
     "hydra._internal.core_plugins.importlib_resources_config_source",
