@@ -340,7 +340,8 @@ def test_max_tokens(make_engine, max_tokens, sampled):
 def test_stop_strings_cut_the_text_and_keep_the_ids(make_engine, sampled):
     engine = make_engine(trainer(), max_num_seqs=5)
     longest = max(sampled, key=lambda r: len(r.text))
-    stops = [longest.text[4:6], "9"]  # one of two tokens, one of one
+    stops = [longest.text[2:4], "9"]  # one of two tokens, one of one
+    assert "9" not in stops[0]
     stopped_by_text = 0
     for rollout, whole in zip(sample_rollouts(engine, some_prompts(8), replace(SAMPLED, stop=stops), stream=STREAM), sampled):
         ends = [
