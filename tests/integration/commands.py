@@ -152,10 +152,12 @@ class Server:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def start(self, arguments: list[str], cwd: Path, log: Path, environment: dict[str, str] | None = None) -> Command:
-        """Start `pellucid` with these arguments; `environment` is added to the server's own."""
+    def start(
+        self, arguments: list[str], cwd: Path, log: Path, environment: dict[str, str] | None = None, script: str | None = None
+    ) -> Command:
+        """Start `pellucid`, or a script, with these arguments; `environment` is added to the server's own."""
         log.unlink(missing_ok=True)
-        pid = self.ask(arguments=arguments, cwd=str(cwd), log=str(log), environment=environment or {})
+        pid = self.ask(arguments=arguments, cwd=str(cwd), log=str(log), environment=environment or {}, script=script)
         assert pid is not None
         return Command(self, pid, log)
 
@@ -201,7 +203,7 @@ def serve() -> None:
                 null, log = os.open(os.devnull, os.O_RDONLY), os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 _become(request, [null, log, log], ["pellucid", *request["arguments"]])
                 sys.executable = ray_python.__file__  # Ray starts what it starts by it
-                _run_and_leave(main)
+                _run_and_leave(main if (script := request["script"]) is None else lambda: runpy.run_path(script, run_name="__main__"))
         elif "wait" in request:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None

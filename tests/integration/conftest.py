@@ -64,11 +64,11 @@ class Workspace:
         path.write_text(text)
         return path
 
-    def start(self, *arguments: str) -> Command:
-        """Start a command."""
+    def start(self, *arguments: str, script: str | None = None) -> Command:
+        """Start a command, or a script in the folder."""
         self._num_started += 1
         log = self.folder.parent / f"{self.folder.name}.{self._num_started}.log"
-        return self._server.start(list(arguments), self.folder, log, self.environment)
+        return self._server.start(list(arguments), self.folder, log, self.environment, script)
 
     def run(self, *arguments: str, status: int = 0) -> Done:
         """Run a command to its end and check its exit status."""

@@ -4,14 +4,12 @@ import itertools
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from checks import assert_trained_alike, checked_metrics, dump
-from commands import ENVIRONMENT, TIMEOUT_S, Command, Server, wait_for
+from commands import Command, Server, wait_for
 from profiles import manifest, ranges
 
 from conftest import NUM_STEPS, RayCluster, Workspace, metrics, on_two_ranks
@@ -284,12 +282,9 @@ assert all(torch.equal(one, logp) for one in scored), "the log-probs differ"
 
 def test_a_rank_samples_and_trains_at_once(work: Workspace, ranks: tuple[str, ...]) -> None:
     """Each stage has its own span on the rank, and neither changes what the other computes."""
-    command = [sys.executable, "-c", OVERLAPPED, *ranks, *QUIET]
-    environment = ENVIRONMENT | work.environment
-    done = subprocess.run(
-        command, cwd=work.folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    work.write("overlapped.py", OVERLAPPED)
+    done = work.start(*ranks, *QUIET, script="overlapped.py").wait()
+    assert done.status == 0, done.output
     events = [json.loads(line.rstrip(",\n")) for line in (work.run_dir / "timeline" / "policy_rank_0.json").open() if line[:1] == "{"]
     spans = {name: [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == name and e["args"].get("step") == 3]
              for name in ("rollout_generate", "actor_compute_log_prob")}  # fmt: skip
