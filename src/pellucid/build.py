@@ -5,7 +5,7 @@
 
 import copy
 import importlib.util
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,8 +32,10 @@ from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
 from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.native.gathered import GatheredPolicy
 from pellucid.rollout.native.laboratory import changes_weights
-from pellucid.rollout.requests import RolloutEngine, WeightUpdate
+from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
+from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.stages import NO_PROBE, ROLE_OF, Probe, Stage
+from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.logprobs import compiling_pays
 from pellucid.training.common.lora import add_lora, require_peft
 from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, model_folder, read_config
@@ -46,6 +48,7 @@ from pellucid.training.common.value_models import (
     max_positions,
 )
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.protocol import WeightBucket
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from pellucid.training.sharding import Sharding
@@ -95,6 +98,8 @@ def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if config.trainer.placement == "ray" and importlib.util.find_spec("ray") is None:
         raise MissingExtraError("trainer.placement", "ray", "ray")
+    if config.actor_rollout_ref.rollout.name == "vllm":
+        check_vllm(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
     if config.actor_rollout_ref.model.lora_rank:
         require_peft()
     if config.has_critic:
@@ -321,13 +326,17 @@ def make_roles(
     if "actor" in names:
         model = load_policy(config, compute.device)
         # The copy is made before sharding takes the model apart.
-        whole = copy.deepcopy(model) if compute.spreads(policy.actor.fsdp_config) else None
+        is_native = rollout.name == "native"
+        whole = copy.deepcopy(model) if is_native and compute.spreads(policy.actor.fsdp_config) else None
         steps = total_steps - config.trainer.critic_warmup  # the policy rests while the critic warms up
         updates = num_updates(config, steps, policy.actor.ppo_mini_batch_size, policy.actor.ppo_epochs)
         actor = compute.trained(model, policy.actor, updates)
-        copied = None if whole is None else GatheredPolicy(actor, whole, rollout.verify_weights)
-        sampled = (actor, None) if copied is None else (copied, copied.take_weights)
-        roles.rollout = _make_native_engine(config, *sampled, tokenizer, compute.probe)
+        if is_native:
+            copied = None if whole is None else GatheredPolicy(actor, whole, rollout.verify_weights)
+            sampled = (actor, None) if copied is None else (copied, copied.take_weights)
+            roles.rollout = _make_native_engine(config, *sampled, tokenizer, compute.probe)
+        else:
+            roles.rollout = _make_vllm_engine(config, actor, tokenizer)
         if changes_weights(rollout.simulate_mismatch):
             other = MismatchedPolicy(actor, rollout.simulate_mismatch, rollout.seed)
             engine = _make_native_engine(config, other, other.take_weights, tokenizer, compute.probe)
@@ -378,6 +387,42 @@ def _make_native_engine(
         probe=probe,
         take_weights=take_weights,
     )
+
+
+def _make_vllm_engine(config: RunConfig, actor: FsdpEngine, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """Return vLLM, started with the weights that `actor` has at this moment."""
+    from pellucid.rollout.vllm_processes.vllm_engine import BUCKET_BYTES, VllmRolloutEngine
+
+    policy, section = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    own = {
+        "dtype": section.dtype,
+        "max_model_len": section.max_model_len or section.prompt_length + section.response_length,
+        "max_num_seqs": section.max_num_seqs,
+        "max_num_batched_tokens": section.max_num_batched_tokens,
+        "enforce_eager": section.enforce_eager,
+        "gpu_memory_utilization": section.gpu_memory_utilization,
+        "enable_chunked_prefill": section.enable_chunked_prefill,
+        "enable_prefix_caching": section.enable_prefix_caching,
+        "trust_remote_code": policy.model.trust_remote_code,
+        "hf_overrides": policy.model.override_config,
+    }
+
+    def weights(digests: bool) -> Iterator[WeightBucket]:
+        if policy.model.lora_rank:  # adapters merged in
+            return in_buckets(actor.merged_weights().items(), BUCKET_BYTES, digests=digests)
+        return actor.weights(BUCKET_BYTES, digests=digests)
+
+    engine = VllmRolloutEngine(
+        model_folder(policy.model.path),
+        weights,
+        tokenizer,
+        eos_token_ids(actor.model, tokenizer),
+        seed=section.seed,
+        verify=section.verify_weights,
+        options=own | section.engine_kwargs.vllm,
+    )
+    run_sync(engine.load_weights(WeightUpdate(actor.version)))
+    return engine
 
 
 def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, reference: FsdpEngine | None) -> Actor:

@@ -45,6 +45,14 @@ SFT = ["data.train_files=x.jsonl", "model.path=m"]
             ["while do_sample is true", "do_sample: false"],
         ),
         ([f"{ROLLOUT}.dtype=bf16"], f"{ROLLOUT}.dtype", ["bfloat16", "float32", "native engine"]),
+        ([f"{ROLLOUT}.enforce_eager=false"], f"{ROLLOUT}.enforce_eager", ["no effect", "name: vllm"]),
+        ([f"{ROLLOUT}.name=vllm", "trainer.placement=ray"], f"{ROLLOUT}.name", ["trainer.placement: local"]),
+        (
+            [f"{ROLLOUT}.name=vllm", "global_profiler.tool=torch", "global_profiler.steps=[1]", f"{ROLLOUT}.profiler.enable=true"],
+            f"{ROLLOUT}.profiler.enable",
+            ["not captured in this version"],
+        ),
+        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.simulate_mismatch.noise=0.1"], f"{ROLLOUT}.simulate_mismatch.noise", ["name: native"]),
         ([f"{ROLLOUT}.response_length=16"], f"{ROLLOUT}.response_length", ["data.max_response_length is 512"]),
         ([f"{ACTOR}.loss_scale_factor=10"], f"{ACTOR}.loss_scale_factor", ["seq-mean-token-sum-norm"]),
         ([f"{ACTOR}.kl_loss_coef=0.5"], f"{ACTOR}.kl_loss_coef", ["no effect", "use_kl_loss: true"]),
@@ -156,7 +164,6 @@ OFF = {
     f"{ROLLOUT}.mode": "sync",
     f"{ROLLOUT}.multi_turn": "{enable: false, max_turns: 3}",
     f"{ACTOR}.use_fused_kernels": "'${oc.select:actor_rollout_ref.model.use_fused_kernels,false}'",
-    f"{ROLLOUT}.enforce_eager": "null",
 }
 ON = {
     "global_profiler.global_tool_config.torch_memory.stacks": "python",
@@ -168,8 +175,6 @@ ON = {
     "actor_rollout_ref.hybrid_engine": "false",
     f"{ROLLOUT}.tensor_model_parallel_size": "2",
     f"{ROLLOUT}.mode": "async",
-    f"{ROLLOUT}.gpu_memory_utilization": "0.5",
-    f"{ROLLOUT}.enforce_eager": "false",
     f"{ROLLOUT}.multi_turn.enable": "true",
     f"{ACTOR}.use_fused_kernels": "true",
     f"{ACTOR}.freeze_vision_tower": "true",

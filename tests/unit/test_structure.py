@@ -47,14 +47,14 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 1990,
+    ("loop", *sorted(RUN - {"loop"})): 2030,
     tuple(sorted(BASE)): 870,
     ("algo",): 1220,
-    ("config",): 3570,
+    ("config",): 3600,
     ("tasks", "data", "reward"): 1310,
     ("training",): 2460,
     ("roles",): 590,
-    ("rollout", "agents"): 1560,
+    ("rollout", "agents"): 2040,
     ("ranks",): 1470,
     ("observe",): 4620,
     ("precision",): 3200,
@@ -65,8 +65,8 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 26_000
-"""Of all the source, before further engines, agents and the dashboard come in."""
+MAX_LINES = 26_450
+"""Of all the source: 26,000 before further engines, agents and the dashboard, and 450 for vLLM."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}
 """Folders in which a file is called as its section, tool or command is, though another folder may have the same name."""

@@ -183,8 +183,7 @@ class Row:
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 _MEMORY = "global_profiler.global_tool_config.torch_memory"
 _ENGINE_KEYS = (
-    *("gpu_memory_utilization", "enforce_eager", "free_cache_engine", "load_format", "max_model_len"),
-    *("enable_chunked_prefill", "disable_log_stats", "engine_kwargs", "layered_summon", "agent"),
+    *("free_cache_engine", "load_format", "disable_log_stats", "layered_summon", "agent"),
 )
 _FOLDER = "The run decides where captures go; set global_profiler.save_path for another folder."
 _MOVED = {

@@ -94,6 +94,11 @@ class LocalPlacement(Placement):
     def memory_gb(self) -> dict[str, float]:
         return devices.memory_gb(self._device)
 
+    @override
+    def close(self) -> None:
+        if self.roles.rollout is not None:
+            self.roles.rollout.close()
+
 
 def place_roles(
     config: RunConfig,

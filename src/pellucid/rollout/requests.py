@@ -203,6 +203,9 @@ class RolloutEngine(Protocol):
         """Return what the engine does at this moment."""
         ...
 
+    def close(self) -> None:
+        """End the engine's own processes."""
+
 
 async def generate_all(engine: RolloutEngine, requests: Iterable[Request]) -> list[Completion]:
     """Return the answers to many requests at once, in their order."""

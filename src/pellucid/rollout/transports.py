@@ -26,7 +26,7 @@ class WeightsDifferError(RuntimeError):
         self.name, self.sent, self.held = name, sent, held
 
     def __str__(self) -> str:
-        return f"the rollout engine's '{self.name}' has digest {self.held}, and the trainer has sent {self.sent}"
+        return f"the rollout engine's '{self.name}' has {self.held}, and the trainer has sent {self.sent}"
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def load_buckets(buckets: Iterable[WeightBucket], own: dict[str, torch.Tensor], 
             if verify:
                 held = tensor_digest(own[name] if own[name].dtype == tensor.dtype else tensor)
                 if held != bucket.digests[name]:
-                    raise WeightsDifferError(name, bucket.digests[name], held)
+                    raise WeightsDifferError(name, bucket.digests[name], f"digest {held}")
 
 
 class SharedMemoryWeights:

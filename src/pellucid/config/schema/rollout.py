@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pellucid.config.fields import Alias, Range, option
+from pellucid.config.fields import Alias, Needs, Range, option
 from pellucid.config.schema.model import Dtype
 from pellucid.config.schema.profiler import ProfilerConfig
 
 Positive = Annotated[int, Range(ge=1)]
 TopP = Annotated[float, Range(gt=0, le=1)]
 TopK = Annotated[int, Alias(0, -1), Range(ge=-1)]
+_NAME = "actor_rollout_ref.rollout.name"
+NATIVE, VLLM = Needs(_NAME, ("native",)), Needs(_NAME, ("vllm",))
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,20 @@ class SimulateMismatchConfig:
 
 
 @dataclass(frozen=True)
+class EngineOptions:
+    """Arguments that go to an engine as they are, beside those that the section's own keys set."""
+
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Of vLLM's `AsyncEngineArgs`, e.g. `kv_cache_memory_bytes`."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """The engine that samples responses, and its limits."""
 
-    name: Annotated[Literal["native"], Alias("hf", "native")] = "native"
-    """Rollout engine; native (hf) runs in the process, on the actor's own weights."""
+    name: Annotated[Literal["native", "vllm"], Alias("hf", "native")] = "native"
+    """Rollout engine: native (hf) runs in the process, on the actor's own weights; vllm (extra `vllm`) in processes of
+    its own, which get the weights after each update."""
     n: Positive = 1
     """Responses sampled per prompt; they form the group whose rewards are compared."""
     temperature: Annotated[float, Range(gt=0)] = 1.0
@@ -80,7 +91,19 @@ class RolloutConfig:
     verify_weights: Literal["first", "always", "off"] = "first"
     """Which updates of a copy of the weights are compared with what the trainer sent; in one process there is no
     copy."""
-    simulate_mismatch: SimulateMismatchConfig = field(default_factory=SimulateMismatchConfig)
+    enforce_eager: bool = option(True, needs=VLLM)
+    """Do without compiled graphs, which take minutes to make and pay on GPUs in long runs."""
+    gpu_memory_utilization: Annotated[float, Range(gt=0, le=1)] = option(0.5, needs=VLLM)
+    """Share of a GPU's memory that the engine takes, weights and cache together."""
+    max_model_len: Positive | None = option(None, needs=VLLM)
+    """Longest sequence the engine makes room for; null: `prompt_length` and `response_length` together."""
+    enable_chunked_prefill: bool = option(True, needs=VLLM)
+    """Read long prompts in pieces between the steps of answers under way."""
+    enable_prefix_caching: bool = option(True, needs=VLLM)
+    """Keep what was computed of a beginning for requests that share it."""
+    engine_kwargs: EngineOptions = option(EngineOptions, needs=VLLM)
+    """More arguments of the engine."""
+    simulate_mismatch: SimulateMismatchConfig = option(SimulateMismatchConfig, needs=NATIVE)
     """A deliberate gap between sampling and training, to study its correction; validation is not touched."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     """Sampling during validation."""

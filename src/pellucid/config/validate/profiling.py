@@ -72,7 +72,11 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     if without := [role.key for role in collecting if role.block.tool is None]:
         reason = f"is null, but steps {profiler.steps} are to be profiled ({', '.join(without)})."
         yield UserError(_TOOL, reason, f"Set it to one of {_TOOLS}.")
+    engine = config.actor_rollout_ref.rollout.name
     for role in collecting:
+        if role.name == "rollout" and engine != "native":
+            reason = f"{engine} samples in processes of its own, which are not captured in this version."
+            yield UserError(f"{role.key}.enable", reason, "Set it to false; all other stages are captured.")
         yield from _ranks(config, role)
         yield from _windows(role)
     yield from _modes(config, collecting)

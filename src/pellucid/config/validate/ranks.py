@@ -31,6 +31,9 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
         reason = f"{trainer.nnodes} machines, but trainer.ray_address: null starts a cluster on this machine alone."
         remedy = "Start Ray on each machine and set trainer.ray_address, e.g. to auto; or set nnodes to 1."
         yield UserError("trainer.nnodes", reason, remedy)
+    if trainer.placement == "ray" and config.actor_rollout_ref.rollout.name != "native":
+        reason = f"{config.actor_rollout_ref.rollout.name} samples for a trainer in one process; ranks do so natively."
+        yield UserError("actor_rollout_ref.rollout.name", reason, "Set trainer.placement: local, or it to native.")
     yield from _copies(config)
     absent = absent_roles(config)
     if not config.has_own_reference or "full" in config.kl_types:

@@ -65,8 +65,8 @@ def _sampling(config: RunConfig) -> Iterator[UserError]:
         ("prompt_length", rollout.prompt_length, "data.max_prompt_length", data.max_prompt_length),
         ("response_length", rollout.response_length, "data.max_response_length", data.max_response_length),
     ):
-        if value != wanted:
-            reason = f"is {value} while {key} is {wanted}; the native engine takes the same."
+        if value != wanted and (name != "dtype" or rollout.name == "native"):
+            reason = f"is {value} while {key} is {wanted}; the {rollout.name} engine takes the same."
             yield UserError(f"{ROLLOUT}.{name}", reason, f"Remove it; it follows {key}.")
 
 

