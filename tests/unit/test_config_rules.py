@@ -47,11 +47,6 @@ SFT = ["data.train_files=x.jsonl", "model.path=m"]
         ([f"{ROLLOUT}.dtype=bf16"], f"{ROLLOUT}.dtype", ["bfloat16", "float32", "native engine"]),
         ([f"{ROLLOUT}.enforce_eager=false"], f"{ROLLOUT}.enforce_eager", ["no effect", "name: vllm"]),
         ([f"{ROLLOUT}.name=vllm", "trainer.placement=ray"], f"{ROLLOUT}.name", ["trainer.placement: local"]),
-        (
-            [f"{ROLLOUT}.name=vllm", "global_profiler.tool=torch", "global_profiler.steps=[1]", f"{ROLLOUT}.profiler.enable=true"],
-            f"{ROLLOUT}.profiler.enable",
-            ["not captured in this version"],
-        ),
         ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.simulate_mismatch.noise=0.1"], f"{ROLLOUT}.simulate_mismatch.noise", ["name: native"]),
         ([f"{ROLLOUT}.response_length=16"], f"{ROLLOUT}.response_length", ["data.max_response_length is 512"]),
         ([f"{ACTOR}.loss_scale_factor=10"], f"{ACTOR}.loss_scale_factor", ["seq-mean-token-sum-norm"]),
@@ -196,6 +191,13 @@ def test_keys_of_later_versions_are_refused_when_on(key):
     assert error.field == key
     assert "this version does not have" in error.reason
     assert "Remove it" in error.remedy
+
+
+def test_captures_of_vllms_processes_are_refused():
+    profiler = ("enable=true", "all_ranks=true")
+    captured = ("global_profiler.tool=torch", "global_profiler.steps=[1]", *(f"{ROLLOUT}.profiler.{key}" for key in profiler))
+    text = str(error_of(f"{ROLLOUT}.name=vllm", *captured))
+    assert f"{ROLLOUT}.profiler.enable" in text and "not captured in this version" in text
 
 
 def test_several_later_keys_are_refused_together():
