@@ -33,6 +33,7 @@ from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.native.gathered import GatheredPolicy
 from pellucid.rollout.native.laboratory import changes_weights
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
+from pellucid.rollout.transports import BUCKET_BYTES
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.stages import NO_PROBE, ROLE_OF, Probe, Stage
 from pellucid.training.common.buckets import in_buckets
@@ -391,7 +392,7 @@ def _make_native_engine(
 
 def _make_vllm_engine(config: RunConfig, actor: FsdpEngine, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """Return vLLM, started with the weights that `actor` has at this moment."""
-    from pellucid.rollout.vllm_processes.vllm_engine import BUCKET_BYTES, VllmRolloutEngine
+    from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
 
     policy, section = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     own = {

@@ -8,6 +8,7 @@ what the stage worked on.
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,14 @@ class MissingExtraError(UserError):
             f"needs the package '{package}', which is not installed.",
             f"Install it with: pip install 'pellucid[{extra}]'",
         )
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class RunFailedError(RuntimeError):

@@ -182,9 +182,7 @@ class Row:
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 _MEMORY = "global_profiler.global_tool_config.torch_memory"
-_ENGINE_KEYS = (
-    *("free_cache_engine", "load_format", "disable_log_stats", "layered_summon", "agent"),
-)
+_ENGINE_KEYS = ("free_cache_engine", "load_format", "disable_log_stats", "layered_summon", "agent")
 _FOLDER = "The run decides where captures go; set global_profiler.save_path for another folder."
 _MOVED = {
     "*.profiler.tool_config.precision_debugger": f"Set {PRECISION}, which is for all roles.",

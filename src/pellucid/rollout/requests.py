@@ -207,6 +207,11 @@ class RolloutEngine(Protocol):
         """End the engine's own processes."""
 
 
+def cut_at_stop(text: str, stop: Iterable[str]) -> str:
+    """Return the text before the first of the stop strings in it."""
+    return text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
+
+
 async def generate_all(engine: RolloutEngine, requests: Iterable[Request]) -> list[Completion]:
     """Return the answers to many requests at once, in their order."""
     return await asyncio.gather(*(engine.generate(request) for request in requests))

@@ -7,6 +7,7 @@ its trainer gathers into the copy that it samples from. `shared_memory` hands th
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -16,6 +17,8 @@ from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.protocol import WeightBucket
 
 SHARED_MEMORY = Path("/dev/shm")
+BUCKET_BYTES = 1 << 28
+Verify = Literal["first", "always", "off"]
 
 
 class WeightsDifferError(RuntimeError):
@@ -27,6 +30,11 @@ class WeightsDifferError(RuntimeError):
 
     def __str__(self) -> str:
         return f"the rollout engine's '{self.name}' has {self.held}, and the trainer has sent {self.sent}"
+
+
+def is_verified(verify: Verify, num_updates: int) -> bool:
+    """Tell whether the update after `num_updates` others is one whose digests are recomputed."""
+    return verify == "always" or (verify == "first" and num_updates == 0)
 
 
 @torch.no_grad()

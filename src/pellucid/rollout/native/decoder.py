@@ -18,7 +18,7 @@ from pellucid import seeding
 from pellucid.errors import UserError
 from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention, closed_up
 from pellucid.rollout.native.sampling import draw_tokens
-from pellucid.rollout.requests import Completion, Request, SamplingParams, Trajectory
+from pellucid.rollout.requests import Completion, Request, SamplingParams, Trajectory, cut_at_stop
 from pellucid.stages import Probe, TokenSpan, Unit
 from pellucid.training.common.attention import AttentionLayout
 from pellucid.training.common.models import decode, output_head
@@ -341,9 +341,7 @@ class Decoder:
     def completion(self, row: Row, reason: FinishReason) -> Completion:
         """Return the answer of a row that ends for `reason`."""
         row.stamp(self.version)
-        text = decode(self._tokenizer, row.answer, skip_special=True)
-        found = [place for stop in row.params.stop if (place := text.find(stop)) >= 0]
-        text = text[: min(found, default=len(text))]
+        text = cut_at_stop(decode(self._tokenizer, row.answer, skip_special=True), row.params.stop)
         return Completion(row.token_ids, row.logprobs, row.versions, reason, text)
 
 

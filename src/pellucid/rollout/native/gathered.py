@@ -5,29 +5,25 @@ once. Each rank takes the buckets that its trainer gathers, and checks them wher
 """
 
 from contextlib import AbstractContextManager
-from typing import Literal
 
 from transformers import PreTrainedModel
 
 from pellucid.rollout.requests import WeightUpdate
-from pellucid.rollout.transports import load_buckets
+from pellucid.rollout.transports import BUCKET_BYTES, Verify, is_verified, load_buckets
 from pellucid.training.common.models import model_tensors
 from pellucid.training.fsdp import FsdpEngine
-
-BUCKET_BYTES = 1 << 28
 
 
 class GatheredPolicy:
     """A whole copy of a sharded policy on each rank, as of the last update."""
 
-    def __init__(
-        self, engine: FsdpEngine, model: PreTrainedModel, verify: Literal["first", "always", "off"] = "first"
-    ) -> None:
+    def __init__(self, engine: FsdpEngine, model: PreTrainedModel, verify: Verify = "first") -> None:
         """Take over `model`, a plain copy of the weights that `engine` holds sharded at this moment.
 
         `verify` says which updates have their digests recomputed over the copy.
         """
-        self._engine, self.model, self._verify = engine, model.requires_grad_(False), verify
+        self._engine, self.model = engine, model.requires_grad_(False)
+        self._verify: Verify = verify
         self.device, self.dtype, self.version = engine.device, engine.dtype, engine.version
         self._num_updates = 0
 
@@ -37,7 +33,7 @@ class GatheredPolicy:
         Raises:
             WeightsDifferError: a tensor of the copy is not what was gathered.
         """
-        verify = self._verify == "always" or (self._verify == "first" and self._num_updates == 0)
+        verify = is_verified(self._verify, self._num_updates)
         buckets = update.buckets or self._engine.weights(BUCKET_BYTES, digests=verify)
         load_buckets(buckets, model_tensors(self.model), verify=verify)
         self.version = update.version

@@ -3,12 +3,11 @@ vLLM's own.
 """
 
 import dataclasses
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from pellucid.errors import MissingExtraError, UserError, nearest
+from pellucid.errors import MissingExtraError, UserError, installed_version, nearest
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 """Versions that the contract tests ran with."""
@@ -23,7 +22,7 @@ def check_vllm(options: dict[str, Any]) -> None:
         MissingExtraError: it is not installed.
         UserError: it is of another version, or has no such argument.
     """
-    installed = next((found for package in _PACKAGES if (found := _version(package)) is not None), None)
+    installed = next((found for package in _PACKAGES if (found := installed_version(package)) is not None), None)
     if installed is None:
         raise MissingExtraError(_NAME, "vllm", "vllm")
     if installed not in SUPPORTED:
@@ -37,10 +36,3 @@ def check_vllm(options: dict[str, Any]) -> None:
             match = nearest(name, known)
             remedy = f"Did you mean '{match}'?" if match else "`vllm serve --help` lists what there is."
             raise UserError(f"{_OPTIONS}.{name}", f"is no argument of vLLM {installed}.", remedy)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -28,16 +28,15 @@ from pellucid.rollout.requests import (
     Progress,
     Request,
     RolloutEngine,
-    SamplingParams,
     WeightUpdate,
+    cut_at_stop,
 )
-from pellucid.rollout.transports import SharedMemoryWeights, WeightsDifferError
+from pellucid.rollout.transports import SharedMemoryWeights, Verify, WeightsDifferError, is_verified
 from pellucid.seeding import derive_seed
 from pellucid.training.common.models import decode
 from pellucid.training.protocol import WeightBucket
 
 Result = TypeVar("Result")
-BUCKET_BYTES = 1 << 28
 WATCH_EVERY_S = 0.5
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it takes the cores that the trainer computes on for its own
@@ -70,10 +69,11 @@ class VllmRolloutEngine(RolloutEngine):
         eos_token_ids: list[int],
         *,
         seed: int,
-        verify: Literal["first", "always", "off"] = "first",
+        verify: Verify = "first",
         options: dict[str, Any],
     ) -> None:
-        self._weights, self._verify = weights, verify
+        self._weights = weights
+        self._verify: Verify = verify
         self._tokenizer, self._eos, self._seed = tokenizer, eos_token_ids, seed
         self._running: dict[str, Request] = {}
         self._names = itertools.count()
@@ -187,18 +187,15 @@ class VllmRolloutEngine(RolloutEngine):
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
         reason = "aborted" if output.finish_reason == "abort" else output.finish_reason
         answer = [*request.token_ids[len(request.token_ids) - request.stream.position :], *token_ids]
-        return Completion(token_ids, logprobs, versions, reason, self._text(answer, request.params))
-
-    def _text(self, answer: list[int], params: SamplingParams) -> str:
-        text = decode(self._tokenizer, answer, skip_special=True)
-        return text[: min((place for stop in params.stop if (place := text.find(stop)) >= 0), default=len(text))]
+        text = cut_at_stop(decode(self._tokenizer, answer, skip_special=True), request.params.stop)
+        return Completion(token_ids, logprobs, versions, reason, text)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take over the trainer's weights between two tokens; running requests go on with them."""
         await self._there(self._load_weights(update))
 
     async def _load_weights(self, update: WeightUpdate) -> None:
-        verify = self._verify == "always" or (self._verify == "first" and self._num_updates == 0)
+        verify = is_verified(self._verify, self._num_updates)
         if not self._paused:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
         try:

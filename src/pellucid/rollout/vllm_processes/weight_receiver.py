@@ -39,9 +39,10 @@ class WeightReceiver:
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for bucket in read_shared_memory(map(Path, files)):
                 for name, tensor in bucket.tensors.items():
-                    if verify and (digest := tensor_digest(tensor)) != bucket.digests[name]:
-                        wrong.append((name, bucket.digests[name], f"digest {digest}"))
-                    arrived[name] = tensor
+                    if verify:  # or none is kept
+                        arrived[name] = tensor
+                        if (digest := tensor_digest(tensor)) != bucket.digests[name]:
+                            wrong.append((name, bucket.digests[name], f"digest {digest}"))
                     yield name, tensor
 
         self.model_runner.reload_weights(weights_iterator=tensors())
@@ -64,9 +65,7 @@ class WeightReceiver:
 
 
 @torch.no_grad()
-def first_difference(
-    model: Any, sent: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> Difference | None:
+def first_difference(model: Any, sent: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Difference | None:
     """Return the first linear layer of a vLLM model that computes in `dtype` something else than what was sent."""
     merged = {part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts}
     order = list(merged)  # in which a merged layer has its parts
