@@ -5,7 +5,7 @@
 
 import copy
 import importlib.util
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,11 +17,12 @@ from pellucid.algo.catalog import ESTIMATORS, POLICY_LOSSES, REINFORCE, load
 from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.config import RunConfig
 from pellucid.config.schema.actor import ActorConfig, OptimConfig
-from pellucid.config.schema.critic import CriticConfig, CriticModelConfig
-from pellucid.config.schema.model import ModelConfig
+from pellucid.config.schema.critic import CriticConfig
 from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
 from pellucid.console import notice
+from pellucid.engines import check_engine, make_local_replicas, make_native_engine
 from pellucid.errors import MissingExtraError, UserError
+from pellucid.loading import load_critic, load_policy, torch_dtype
 from pellucid.plugins import load_object
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.roles.critic import Critic
@@ -29,27 +30,21 @@ from pellucid.roles.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_es
 from pellucid.roles.reference import Reference
 from pellucid.roles.reward_model import RewardModel
 from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
-from pellucid.rollout.native.decoder import SampledPolicy
-from pellucid.rollout.native.gathered import GatheredPolicy
+from pellucid.rollout.native.copied import GatheredPolicy
 from pellucid.rollout.native.laboratory import changes_weights
-from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
-from pellucid.rollout.transports import BUCKET_BYTES
-from pellucid.rollout.vllm_processes import check_vllm
+from pellucid.rollout.requests import RolloutEngine
 from pellucid.stages import NO_PROBE, ROLE_OF, Probe, Stage
-from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.logprobs import compiling_pays
-from pellucid.training.common.lora import add_lora, require_peft
-from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, model_folder, read_config
+from pellucid.training.common.lora import require_peft
+from pellucid.training.common.models import load_tokenizer, model_folder, read_config
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.value_models import (
     CRITIC,
     REWARD_MODEL,
     load_reward_model,
-    load_value_model,
     max_positions,
 )
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
-from pellucid.training.protocol import WeightBucket
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from pellucid.training.sharding import Sharding
@@ -83,12 +78,6 @@ def choose_policy_loss(config: RunConfig) -> PolicyLoss:
     return PolicyLoss(checked_loss(load_object(name, LOSS_FIELD), name))
 
 
-def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the config's model section."""
-    model = config.actor_rollout_ref.model
-    return load_tokenizer(model.tokenizer_path or model_folder(model.path), trust_remote_code=model.trust_remote_code)
-
-
 def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check all that adapters, critic and reward model need beside the policy and that takes no model to know.
 
@@ -99,8 +88,7 @@ def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if config.trainer.placement == "ray" and importlib.util.find_spec("ray") is None:
         raise MissingExtraError("trainer.placement", "ray", "ray")
-    if config.actor_rollout_ref.rollout.name == "vllm":
-        check_vllm(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
+    check_engine(config)
     if config.actor_rollout_ref.model.lora_rank:
         require_peft()
     if config.has_critic:
@@ -226,29 +214,6 @@ def micro_batching(by_tokens: bool, tokens: int, sequences: int | None) -> Micro
     return MicroBatching(tokens, None) if by_tokens else MicroBatching(None, sequences)
 
 
-def load_policy(config: RunConfig, device: torch.device, *, adapters: bool = True) -> PreTrainedModel:
-    """Load the policy's model, with LoRA adapters where the config asks for them and `adapters` does not forbid it."""
-    section = config.actor_rollout_ref.model
-    model = load_model(section.path, device=device, **_loading(section))
-    if section.lora_rank and adapters:
-        targets, seed = section.target_modules, config.trainer.seed
-        add_lora(model, rank=section.lora_rank, alpha=section.lora_alpha, target_modules=targets, seed=seed)
-    return model
-
-
-def load_critic(config: RunConfig, device: torch.device) -> PreTrainedModel:
-    """Load the critic's model as a run starts it."""
-    return load_value_model(config.critic.model.path, device=device, **_loading(config.critic.model))
-
-
-def _loading(section: ModelConfig | CriticModelConfig) -> dict[str, Any]:
-    return {
-        "override_config": section.override_config,
-        "trust_remote_code": section.trust_remote_code,
-        "gradient_checkpointing": section.enable_gradient_checkpointing,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """The mismatch laboratory: a policy unlike the trained one, and the engine that samples from it."""
@@ -335,12 +300,12 @@ def make_roles(
         if is_native:
             copied = None if whole is None else GatheredPolicy(actor, whole, rollout.verify_weights)
             sampled = (actor, None) if copied is None else (copied, copied.take_weights)
-            roles.rollout = _make_native_engine(config, *sampled, tokenizer, compute.probe)
+            roles.rollout = make_native_engine(config, *sampled, tokenizer, compute.probe)
         else:
-            roles.rollout = _make_vllm_engine(config, actor, tokenizer)
+            roles.rollout = make_local_replicas(config, actor)
         if changes_weights(rollout.simulate_mismatch):
             other = MismatchedPolicy(actor, rollout.simulate_mismatch, rollout.seed)
-            engine = _make_native_engine(config, other, other.take_weights, tokenizer, compute.probe)
+            engine = make_native_engine(config, other, other.take_weights, tokenizer, compute.probe)
             roles.mismatch = Mismatch(other, engine)
     if "ref" in names:
         reference = _make_reference(config, compute, actor)
@@ -367,63 +332,6 @@ def _make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | Non
         return compute.engine(actor.model, cut, actor.sharding, without_adapters=True)
     model = load_policy(config, compute.device, adapters=False).requires_grad_(False)
     return compute.frozen(model, cut, ref.fsdp_config)
-
-
-def _make_native_engine(
-    config: RunConfig,
-    policy: SampledPolicy,
-    take_weights: Callable[[WeightUpdate], None] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    probe: Probe,
-) -> NativeRolloutEngine:
-    """Return a native engine that samples from `policy`; `take_weights` updates one that has weights of its own."""
-    section = config.actor_rollout_ref.rollout
-    return NativeRolloutEngine(
-        policy,
-        tokenizer,
-        eos_token_ids(policy.model, tokenizer),
-        seed=section.seed,
-        max_num_seqs=section.max_num_seqs,
-        max_num_batched_tokens=section.max_num_batched_tokens,
-        probe=probe,
-        take_weights=take_weights,
-    )
-
-
-def _make_vllm_engine(config: RunConfig, actor: FsdpEngine, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """Return vLLM, started with the weights that `actor` has at this moment."""
-    from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
-
-    policy, section = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    own = {
-        "dtype": section.dtype,
-        "max_model_len": section.max_model_len or section.prompt_length + section.response_length,
-        "max_num_seqs": section.max_num_seqs,
-        "max_num_batched_tokens": section.max_num_batched_tokens,
-        "enforce_eager": section.enforce_eager,
-        "gpu_memory_utilization": section.gpu_memory_utilization,
-        "enable_chunked_prefill": section.enable_chunked_prefill,
-        "enable_prefix_caching": section.enable_prefix_caching,
-        "trust_remote_code": policy.model.trust_remote_code,
-        "hf_overrides": policy.model.override_config,
-    }
-
-    def weights(digests: bool) -> Iterator[WeightBucket]:
-        if policy.model.lora_rank:  # adapters merged in
-            return in_buckets(actor.merged_weights().items(), BUCKET_BYTES, digests=digests)
-        return actor.weights(BUCKET_BYTES, digests=digests)
-
-    engine = VllmRolloutEngine(
-        model_folder(policy.model.path),
-        weights,
-        tokenizer,
-        eos_token_ids(actor.model, tokenizer),
-        seed=section.seed,
-        verify=section.verify_weights,
-        options=own | section.engine_kwargs.vllm,
-    )
-    run_sync(engine.load_weights(WeightUpdate(actor.version)))
-    return engine
 
 
 def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, reference: FsdpEngine | None) -> Actor:
@@ -482,8 +390,3 @@ def make_optimizer(
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     betas = (optim.betas[0], optim.betas[1])
     return ScheduledAdamW(trained, schedule, optim.weight_decay, betas, grad_clip, offload=offload)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch type of the config's `float32` or `bfloat16`."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

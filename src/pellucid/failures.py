@@ -28,11 +28,12 @@ from safetensors import SafetensorError
 
 from pellucid import devices
 from pellucid.agents.single_turn import sample_rollouts
-from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles, run_tokenizer, torch_dtype
+from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles
 from pellucid.config import RunConfig, load_config
 from pellucid.console import notice
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
 from pellucid.files.rundir import RunDir, atomic_write
+from pellucid.loading import run_tokenizer, torch_dtype
 from pellucid.ranks import RankFailedError
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
 from pellucid.stages import ROLE_OF, Stage

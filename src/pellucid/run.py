@@ -17,7 +17,7 @@ from pellucid import devices
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.kl import KLControl
 from pellucid.algo.policy_loss import PolicyLoss
-from pellucid.build import Roles, check_roles, choose_estimator, choose_policy_loss, needed_roles, run_tokenizer
+from pellucid.build import Roles, check_roles, choose_estimator, choose_policy_loss, needed_roles
 from pellucid.config import RunConfig, build_plan, read_model_facts
 from pellucid.config.plan import plan_rows
 from pellucid.console import console, notice
@@ -25,6 +25,7 @@ from pellucid.data import PromptLoader, build_prompts
 from pellucid.failures import Given, failure_kept
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
+from pellucid.loading import run_tokenizer
 from pellucid.metrics.display import StepDisplay
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.captures import RunProfiler, controller_request

@@ -18,8 +18,9 @@ pytest.importorskip("vllm")
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import NonFiniteError, UserError
+from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import Request, SampleStream, SamplingParams, WeightUpdate, generate_all, run_sync
-from pellucid.rollout.transports import WeightsDifferError
+from pellucid.rollout.transports import WeightsDifferError, stored
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
 from pellucid.rollout.vllm_processes.weight_receiver import WeightReceiver
@@ -51,16 +52,9 @@ class StaleHead(WeightReceiver):
         """Do nothing."""
 
 
-def start(actor: FsdpEngine, **options: object) -> VllmRolloutEngine:
-    return VllmRolloutEngine(
-        str(BUILTIN_FOLDER),
-        lambda digests: actor.weights(1 << 12, digests=digests),
-        TOKENIZER,
-        [EOS],
-        seed=0,
-        verify="always",
-        options=OPTIONS | options,
-    )
+def start(actor: FsdpEngine, **options: object) -> ReplicaSet:
+    engine = VllmRolloutEngine(str(BUILTIN_FOLDER), TOKENIZER, [EOS], seed=0, options=OPTIONS | options)
+    return ReplicaSet({"replica 0": engine}, lambda digests: stored(actor.weights(1 << 12, digests=digests)), "always")
 
 
 def is_vllms(process: psutil.Process) -> bool:
@@ -86,7 +80,7 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[FsdpEngine, VllmRolloutEngine]]:
+def shared() -> Iterator[tuple[FsdpEngine, ReplicaSet]]:
     actor = trainer()
     engine = start(actor)
     yield actor, engine
@@ -97,14 +91,14 @@ def shared() -> Iterator[tuple[FsdpEngine, VllmRolloutEngine]]:
 
 
 @pytest.fixture
-def pair(shared: tuple[FsdpEngine, VllmRolloutEngine]) -> tuple[FsdpEngine, VllmRolloutEngine]:
+def pair(shared: tuple[FsdpEngine, ReplicaSet]) -> tuple[FsdpEngine, ReplicaSet]:
     """The trainer and the engine, which serves other weights than those of the folder that it began with."""
     actor, engine = shared
     update(actor, engine, version=1)
     return actor, engine
 
 
-def update(actor: FsdpEngine, engine: VllmRolloutEngine, version: int) -> None:
+def update(actor: FsdpEngine, engine: ReplicaSet, version: int) -> None:
     """Give the trainer other weights, as an optimizer step does, and the engine these."""
     actor.model.load_state_dict(other_weights(version))
     actor.version = version
@@ -127,7 +121,7 @@ def assert_scored_alike(actor: FsdpEngine, rollouts: list[Rollout], temperature:
         assert rollout.logprobs == pytest.approx(scores.logp[row, : len(rollout.token_ids)].tolist(), abs=1e-4)
 
 
-async def drawn(engine: VllmRolloutEngine, more: int) -> None:
+async def drawn(engine: ReplicaSet, more: int) -> None:
     """Wait until the engine has sampled so many tokens more."""
     until = engine.stats().sampled_tokens + more
     while engine.stats().sampled_tokens < until:
@@ -276,7 +270,7 @@ def test_a_stale_output_head_is_found_and_a_dead_engine_said():
     actor, others = trainer(), set(psutil.Process().children(recursive=True))
     engine = start(actor, worker_extension_cls="test_vllm.StaleHead")
     actor.model.load_state_dict(other_weights(1))
-    with pytest.raises(WeightsDifferError, match=r"lm_head.*differ by"):
+    with pytest.raises(WeightsDifferError, match=r"replica 0's .*lm_head.*differ by"):
         run_sync(engine.load_weights(WeightUpdate(1)))
     for child in set(psutil.Process().children(recursive=True)) - others:
         if is_vllms(child):

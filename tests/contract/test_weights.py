@@ -11,9 +11,9 @@ from tiny import CPU, EOS, tiny_model
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.rollout.native import NativeRolloutEngine
-from pellucid.rollout.native.gathered import GatheredPolicy
+from pellucid.rollout.native.copied import CopiedPolicy, GatheredPolicy
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
-from pellucid.rollout.transports import SharedMemoryWeights, WeightsDifferError, load_buckets, read_shared_memory
+from pellucid.rollout.transports import WeightHandle, WeightsDifferError, load_buckets, stored
 from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.common.lora import add_lora
 from pellucid.training.common.models import load_tokenizer, model_tensors
@@ -67,8 +67,8 @@ def test_under_lora_the_adapters_alone_travel():
     assert bucket.tensors and all(".lora_" in name for name in bucket.tensors)
 
 
-def read_and_answer(files: list[Path], engine: FsdpEngine, answer) -> None:
-    load_buckets(read_shared_memory(files), model_tensors(engine.model), verify=True)
+def read_and_answer(handle: str, engine: FsdpEngine, answer) -> None:
+    load_buckets(WeightHandle.parse(handle).buckets(), model_tensors(engine.model), verify=True)
     answer.send({name: tensor_digest(tensor) for name, tensor in tensors_of(engine).items()})
 
 
@@ -77,10 +77,10 @@ def test_another_process_reads_them_from_shared_memory():
     engine = trainer(seed=3)
     context = multiprocessing.get_context("fork")  # to import torch anew takes seconds
     ours, theirs = context.Pipe()
-    with SharedMemoryWeights(engine.weights(10_000)) as files:
-        folder = files[0].parent
-        assert len(files) > 2
-        process = context.Process(target=read_and_answer, args=(files, trainer(), theirs))
+    with stored(engine.weights(10_000)) as handle:
+        folder = Path(handle.files[0]).parent
+        assert len(handle.files) > 2 and handle.num_bytes > 10_000
+        process = context.Process(target=read_and_answer, args=(handle.to_json(), trainer(), theirs))
         process.start()
         theirs.close()
         digests = ours.recv()
@@ -108,18 +108,20 @@ def test_a_copy_of_another_dtype_is_checked_as_it_arrives():
 
 
 @pytest.mark.parametrize(("verify", "refused"), [("first", [True, False]), ("always", [True, True]), ("off", [False, False])])
-def test_which_updates_are_verified(verify, refused):
+def test_which_updates_are_verified(verify, refused, monkeypatch):
     engine = trainer(seed=3)
     seen = []
     for first_is_whole in (False, True):
         policy = GatheredPolicy(engine, trainer().model, verify)
         if first_is_whole:
-            policy.take_weights(WeightUpdate(1, engine.weights(10_000)))
-        try:
-            policy.take_weights(WeightUpdate(2, altered(engine.weights(10_000))))
-            seen.append(False)
-        except WeightsDifferError:
-            seen.append(True)
+            policy.take_weights(WeightUpdate(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "weights", lambda size, digests: altered(trainer(seed=3).weights(size, digests=digests)))
+            try:
+                policy.take_weights(WeightUpdate(2))
+                seen.append(False)
+            except WeightsDifferError:
+                seen.append(True)
     assert seen == refused
 
 
@@ -129,12 +131,12 @@ def test_an_engine_with_a_copy_samples_from_what_it_was_sent():
     prompts = [Prompt(f"p{index}", [4 + index, 9, 2], "", "t") for index in range(3)]
     old, new = trainer(), trainer(seed=3)
     new.version = 5
-    policy = GatheredPolicy(old, trainer().model)
+    policy = CopiedPolicy(trainer().model, old.device, old.dtype)
     engine = NativeRolloutEngine(policy, tokenizer, [EOS], **options, take_weights=policy.take_weights)
     params = SamplingParams(n=2, max_tokens=8)
     before = sample_rollouts(engine, prompts, params, stream=("a",))
-    with SharedMemoryWeights(new.weights(10_000)) as files:
-        run_sync(engine.load_weights(WeightUpdate(5, read_shared_memory(files))))
+    with stored(new.weights(10_000)) as handle:
+        run_sync(engine.load_weights(WeightUpdate(5, handle, verify=True)))
     after = sample_rollouts(engine, prompts, params, stream=("a",))
     expected = sample_rollouts(NativeRolloutEngine(new, tokenizer, [EOS], **options), prompts, params, stream=("a",))
     for one, other, earlier in zip(after, expected, before):

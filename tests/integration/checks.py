@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import last_checkpoint, metrics
-from pellucid.build import load_policy
 from pellucid.cli.export import load_trained
 from pellucid.config import load_config
 from pellucid.files.rollout_dump import read_rollouts
+from pellucid.loading import load_policy
 from pellucid.metrics.definitions import find
 from pellucid.training.common.models import BUILTIN_FOLDER
 

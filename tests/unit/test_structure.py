@@ -18,7 +18,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 120
 BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "stages", "threads"}
 """The modules beside the rooms; all of them may use each other."""
 ROOMS = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "agents", "ranks", "observe", "precision", "metrics", "files"}
-RUN = {"loop", "learn", "run", "build", "produce", "validation", "run_state", "interrupt", "failures", "sft"}
+RUN = {"loop", "learn", "run", "build", "engines", "loading", "produce", "validation", "run_state", "interrupt", "failures", "sft"}
 """What makes a run and drives it, above the rooms."""
 MAY_IMPORT = {
     "algo": {"config.schema"},
@@ -47,15 +47,15 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 2030,
+    ("loop", *sorted(RUN - {"loop"})): 2100,
     tuple(sorted(BASE)): 870,
     ("algo",): 1220,
     ("config",): 3600,
     ("tasks", "data", "reward"): 1310,
-    ("training",): 2460,
+    ("training",): 2500,
     ("roles",): 590,
-    ("rollout", "agents"): 2040,
-    ("ranks",): 1470,
+    ("rollout", "agents"): 4200,
+    ("ranks",): 1700,
     ("observe",): 4620,
     ("precision",): 3200,
     ("metrics", "files"): 1150,
@@ -65,8 +65,8 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 26_450
-"""Of all the source: 26,000 before further engines, agents and the dashboard, and 450 for vLLM."""
+MAX_LINES = 32_000
+"""Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}
 """Folders in which a file is called as its section, tool or command is, though another folder may have the same name."""

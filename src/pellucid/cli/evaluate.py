@@ -56,7 +56,7 @@ def evaluate(
     engine = NativeRolloutEngine(
         FsdpEngine(policy, None, MicroBatching(None, None), device=device, dtype=torch.float32),
         tokenizer,
-        eos_token_ids(policy, tokenizer),
+        eos_token_ids(policy.generation_config, tokenizer),
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         seed=0,

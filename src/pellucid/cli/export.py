@@ -37,7 +37,7 @@ def export(
 
     import torch
 
-    from pellucid.build import torch_dtype
+    from pellucid.loading import torch_dtype
     from pellucid.training.common.models import save_hf_model
     from pellucid.training.common.value_models import as_classifier
 
@@ -57,8 +57,8 @@ def load_trained(
     Raises:
         UserError: nothing usable is there.
     """
-    from pellucid.build import load_critic, load_policy, run_tokenizer
     from pellucid.config import SftConfig, load_config
+    from pellucid.loading import load_critic, load_policy, run_tokenizer
     from pellucid.run_state import CRITIC_FOLDER
     from pellucid.sft import run_config
     from pellucid.training.checkpoint import load_trained_weights

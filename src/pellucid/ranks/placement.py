@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from pellucid import devices
 from pellucid.algo.policy_loss import PolicyLoss
-from pellucid.build import Compute, RoleName, Roles, make_roles, torch_dtype
+from pellucid.build import Compute, RoleName, Roles, make_roles
 from pellucid.config import RunConfig
 from pellucid.files.rundir import RunDir
+from pellucid.loading import torch_dtype
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest
 from pellucid.precision.sentinel import Sentinel

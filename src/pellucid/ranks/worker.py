@@ -25,9 +25,10 @@ import torch
 from torch.distributed import DistNetworkError, DistStoreError
 
 from pellucid import devices
-from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles, run_tokenizer, torch_dtype
+from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles
 from pellucid.config import RunConfig
 from pellucid.errors import UserError
+from pellucid.loading import run_tokenizer, torch_dtype
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest
 from pellucid.observe.spans import SpanRecorder

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from pellucid.training.protocol import WeightBucket
+from pellucid.rollout.transports import WeightHandle
 
 Result = TypeVar("Result")
 Progress = Callable[[int], None]
@@ -131,8 +131,10 @@ class WeightUpdate:
     """New weights for an engine."""
 
     version: int
-    buckets: Iterable[WeightBucket] | None = None
-    """What a transport delivers; None where the engine takes them from the trainer in its own process."""
+    handle: WeightHandle | None = None
+    """Where a transport has put them; None where the engine takes them from the trainer in its own process."""
+    verify: bool = False
+    """Compare what the engine serves afterwards with what was sent."""
 
 
 class RolloutEngine(Protocol):

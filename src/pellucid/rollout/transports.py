@@ -1,13 +1,17 @@
 """How weights get from a training engine to a rollout engine: buckets of named tensors, checked where they arrive.
 
 `alias` moves nothing: the native engine reads the trainer's own tensors. Over ranks each one takes the buckets that
-its trainer gathers into the copy that it samples from. `shared_memory` hands them to another process of the same host.
+its trainer gathers into the copy that it samples from. `shared_memory` hands them to other processes of the same host,
+`files` to those of all hosts that share a folder.
 """
 
+import json
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from safetensors import safe_open
@@ -24,12 +28,12 @@ Verify = Literal["first", "always", "off"]
 class WeightsDifferError(RuntimeError):
     """A rollout engine holds another tensor than the trainer has sent."""
 
-    def __init__(self, name: str, sent: str, held: str) -> None:
-        super().__init__(name, sent, held)  # what it takes to make it again in another process
-        self.name, self.sent, self.held = name, sent, held
+    def __init__(self, name: str, sent: str, held: str, replica: str = "the rollout engine") -> None:
+        super().__init__(name, sent, held, replica)  # what it takes to make it again in another process
+        self.name, self.sent, self.held, self.replica = name, sent, held, replica
 
     def __str__(self) -> str:
-        return f"the rollout engine's '{self.name}' has {self.held}, and the trainer has sent {self.sent}"
+        return f"{self.replica}'s '{self.name}' has {self.held}, and the trainer has sent {self.sent}"
 
 
 def is_verified(verify: Verify, num_updates: int) -> bool:
@@ -59,34 +63,46 @@ def load_buckets(buckets: Iterable[WeightBucket], own: dict[str, torch.Tensor], 
                     raise WeightsDifferError(name, bucket.digests[name], f"digest {held}")
 
 
-class SharedMemoryWeights:
-    """Weights in this host's shared memory for the time of a `with` block.
+@dataclass(frozen=True, slots=True)
+class WeightHandle:
+    """Where a transport has put the weights of an update: small, and sent to an engine's process as JSON."""
 
-    A bucket is a safetensors file in the file system that lies in memory, and its path is all that is sent to a
-    reader. Python's own `SharedMemory` would do, but until 3.13 the first reader that ends removes a block for all
-    others.
+    files: tuple[str, ...]
+    """Files of safetensors, one a bucket, with the digests in their metadata."""
+
+    def buckets(self) -> Iterator[WeightBucket]:
+        """Yield the buckets that were stored."""
+        for file in self.files:
+            with safe_open(file, framework="pt") as stored:
+                names = stored.keys()
+                yield WeightBucket({name: stored.get_tensor(name) for name in names}, stored.metadata() or {})
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what was stored."""
+        return sum(Path(file).stat().st_size for file in self.files)
+
+    def to_json(self) -> str:
+        """Return what `parse` makes the handle of again."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the handle that `to_json` wrote."""
+        return cls(tuple(json.loads(text)["files"]))
+
+
+@contextmanager
+def stored(buckets: Iterable[WeightBucket], folder: Path = SHARED_MEMORY) -> Iterator[WeightHandle]:
+    """Keep weights below `folder` for the time of a `with` block: in this host's memory, or where other hosts look.
+
+    A bucket is a safetensors file, and its path is all that is sent to a reader. Python's own `SharedMemory` would do
+    in memory, but until 3.13 the first reader that ends removes a block for all others.
     """
-
-    def __init__(self, buckets: Iterable[WeightBucket], folder: Path = SHARED_MEMORY) -> None:
-        """Write each bucket, which has digests, into a file below `folder`."""
-        self._folder = tempfile.TemporaryDirectory(prefix="pellucid-weights-", dir=folder)
-        self.files: list[Path] = []
+    with tempfile.TemporaryDirectory(prefix="pellucid-weights-", dir=folder) as place:
+        files: list[str] = []
         for bucket in buckets:
-            file = Path(self._folder.name) / f"bucket_{len(self.files)}.safetensors"
+            files.append(str(Path(place) / f"bucket_{len(files)}.safetensors"))
             tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket.tensors.items()}
-            save_file(tensors, file, bucket.digests)
-            self.files.append(file)
-
-    def __enter__(self) -> list[Path]:
-        return self.files
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
-
-
-def read_shared_memory(files: Iterable[Path]) -> Iterator[WeightBucket]:
-    """Yield the buckets that `SharedMemoryWeights` of another process has written."""
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            names = stored.keys()
-            yield WeightBucket({name: stored.get_tensor(name) for name in names}, stored.metadata())
+            save_file(tensors, files[-1], bucket.digests)
+        yield WeightHandle(tuple(files))

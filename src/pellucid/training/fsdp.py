@@ -22,6 +22,7 @@ from pellucid.training.common.balance import measure_balance, split_over_ranks
 from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.lora import base_weights, merged_tensors, state_tensors
 from pellucid.training.common.models import (
+    autocast,
     model_tensors,
     num_parameters,
     num_trainable_parameters,
@@ -328,9 +329,9 @@ class FsdpEngine:
             ).last_hidden_state
         return hidden.flatten(0, 1)[inputs.predict_index]
 
-    def autocast(self):
-        """Return the context in which the model computes: autocast for bf16, nothing for float32."""
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which the model computes."""
+        return autocast(self.device, self.dtype)
 
 
 def _scatter(scores: TokenScores, inputs: ModelInput, num_rows: int, width: int) -> TokenScores:

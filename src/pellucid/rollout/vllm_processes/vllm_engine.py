@@ -1,5 +1,5 @@
 """vLLM as a rollout engine: requests go to its engine core, which runs in a process of its own, weights come to it
-through the memory of this host.
+through a transport.
 
 Its `AsyncLLM` belongs to one event loop, and callers come from loops that last as long as a stage; so it has a loop of
 its own, in a thread, which every call crosses into.
@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +31,9 @@ from pellucid.rollout.requests import (
     WeightUpdate,
     cut_at_stop,
 )
-from pellucid.rollout.transports import SharedMemoryWeights, Verify, WeightsDifferError, is_verified
+from pellucid.rollout.transports import WeightsDifferError
 from pellucid.seeding import derive_seed
 from pellucid.training.common.models import decode
-from pellucid.training.protocol import WeightBucket
 
 Result = TypeVar("Result")
 WATCH_EVERY_S = 0.5
@@ -52,35 +51,29 @@ class VllmRolloutEngine(RolloutEngine):
     """Samples with vLLM, in processes of its own on this host.
 
     Args:
-        model: folder with the model's config and tokenizer; its weights are the trainer's from the start.
-        weights: yields the trainer's weights; its argument says whether with digests.
+        model: folder with the model's config and tokenizer; its weights are what the first update brings.
         tokenizer: decodes answers.
         eos_token_ids: ids that end a response.
         seed: the run's seed.
-        verify: which updates are compared with what vLLM computes with afterwards.
         options: arguments of vLLM's `AsyncEngineArgs`.
     """
 
     def __init__(
         self,
         model: str,
-        weights: Callable[[bool], Iterator[WeightBucket]],
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: list[int],
         *,
         seed: int,
-        verify: Verify = "first",
         options: dict[str, Any],
     ) -> None:
-        self._weights = weights
-        self._verify: Verify = verify
         self._tokenizer, self._eos, self._seed = tokenizer, eos_token_ids, seed
         self._running: dict[str, Request] = {}
         self._names = itertools.count()
         self._listeners: Counter[tuple[asyncio.AbstractEventLoop, Progress]] = Counter()
         """Progress callbacks with the loop they belong to, each with the number of its requests that are under way."""
         self._stats = EngineStats()
-        self._num_updates, self._version, self._paused = 0, 0, False
+        self._version, self._paused = 0, False
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._loop = asyncio.new_event_loop()
@@ -195,12 +188,11 @@ class VllmRolloutEngine(RolloutEngine):
         await self._there(self._load_weights(update))
 
     async def _load_weights(self, update: WeightUpdate) -> None:
-        verify = is_verified(self._verify, self._num_updates)
+        assert update.handle is not None, "vLLM gets its weights through a transport"
         if not self._paused:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
         try:
-            with SharedMemoryWeights(update.buckets or self._weights(verify)) as files:
-                found = await self._llm.collective_rpc("take_weights", args=([str(file) for file in files], verify))
+            found = await self._llm.collective_rpc("take_weights", args=(update.handle.to_json(), update.verify))
             if (difference := next(filter(None, found), None)) is not None:
                 raise WeightsDifferError(*difference)
             # Of running requests, too: they hold blocks that later ones would share, and read theirs again.
@@ -210,7 +202,6 @@ class VllmRolloutEngine(RolloutEngine):
         finally:
             if not self._paused:
                 await self._llm.resume_generation()
-        self._num_updates += 1
         self._version = update.version
 
     async def pause(self, requests: PauseMode) -> None:

@@ -1,18 +1,17 @@
 """What Pellucid adds to vLLM's worker processes, through vLLM's own extension point (`worker_extension_cls`).
 
-`VllmRolloutEngine` calls it by `collective_rpc`; weights come from the trainer through this host's memory.
+`VllmRolloutEngine` calls it by `collective_rpc`; weights come from the trainer through a transport.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from pellucid.rollout.transports import read_shared_memory
+from pellucid.rollout.transports import WeightHandle
 from pellucid.training.common.buckets import tensor_digest
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -27,8 +26,8 @@ class WeightReceiver:
     model_runner: Any
     parallel_config: Any
 
-    def take_weights(self, files: list[str], verify: bool) -> Difference | None:
-        """Load the weights that `SharedMemoryWeights` wrote into `files`; return the first that is not what was sent.
+    def take_weights(self, handle: str, verify: bool) -> Difference | None:
+        """Load the weights of a `WeightHandle` in JSON; return the first that is not what was sent.
 
         Of what arrives the digest is compared. What vLLM computes with is packed and merged for its kernels, so of that
         the outputs are compared: each linear layer, the output head among them, is applied to noise, as are the weights
@@ -37,7 +36,7 @@ class WeightReceiver:
         model, arrived, wrong = self.model_runner.get_model(), dict[str, torch.Tensor](), list[Difference]()
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for bucket in read_shared_memory(map(Path, files)):
+            for bucket in WeightHandle.parse(handle).buckets():
                 for name, tensor in bucket.tensors.items():
                     if verify:  # or none is kept
                         arrived[name] = tensor

@@ -5,7 +5,7 @@ run in bf16 computes under autocast, so that small updates are never rounded awa
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -285,6 +286,11 @@ class TokenPieces:
         return [self._known[token] for token in ids]
 
 
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Return the context in which a model computes in `dtype`: autocast for bf16, nothing for float32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
 def model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the tensors that make up the trained state, tied ones once: parameters and persistent buffers.
 
@@ -308,11 +314,22 @@ def check_same_tensors(stored: dict[str, torch.Size], own: dict[str, torch.Size]
         raise UserError("trainer.resume_mode", reason, remedy)
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def eos_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every id that ends a response: the generation config's and the tokenizer's."""
-    generation = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids: list[Any] = generation if isinstance(generation, list) else [generation]
+    stored = generation.eos_token_id if generation is not None else None
+    ids: list[Any] = stored if isinstance(stored, list) else [stored]
     return sorted({int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None})
+
+
+def response_ends(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> list[int]:
+    """Return every id that ends a response of the model at `path`, without loading its weights."""
+    folder = model_folder(path)
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:  # it has none
+        config = read_config(path, None, trust_remote_code=trust_remote_code, field=POLICY)
+        generation = GenerationConfig.from_model_config(config)
+    return eos_token_ids(generation, tokenizer)
 
 
 def num_parameters(model: PreTrainedModel) -> int:

@@ -1,0 +1,126 @@
+"""From `rollout.name` to the engine that samples: in the trainer's process, or beside it as replicas of one model.
+
+`ENGINES` has an entry for each name. `build.py` asks for the engine of the roles; a process that hosts a replica calls
+`make_replica`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from pellucid import devices
+from pellucid.config import RunConfig
+from pellucid.loading import load_policy, run_tokenizer, torch_dtype
+from pellucid.rollout.native import NativeRolloutEngine
+from pellucid.rollout.native.copied import CopiedPolicy
+from pellucid.rollout.native.decoder import SampledPolicy
+from pellucid.rollout.replicas import ReplicaSet
+from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
+from pellucid.rollout.transports import BUCKET_BYTES, WeightHandle, stored
+from pellucid.rollout.vllm_processes import check_vllm
+from pellucid.stages import NO_PROBE, Probe
+from pellucid.training.common.buckets import in_buckets
+from pellucid.training.common.models import eos_token_ids, model_folder, response_ends
+from pellucid.training.fsdp import FsdpEngine
+from pellucid.training.protocol import WeightBucket
+
+
+def check_engine(config: RunConfig) -> None:
+    """Check that the run's engine is installed, and takes the arguments that the config has for it.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        UserError: it is of another version, or has no such argument.
+    """
+    ENGINES[config.actor_rollout_ref.rollout.name].check(config)
+
+
+def make_replica(config: RunConfig) -> RolloutEngine:
+    """Return an engine that gets its weights through a transport, made where it is to run."""
+    return ENGINES[config.actor_rollout_ref.rollout.name].make(config)
+
+
+def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
+    """Return the replica on this host, with the weights that `actor` has at this moment."""
+
+    def send(digests: bool) -> AbstractContextManager[WeightHandle]:
+        return stored(sent_weights(config, actor, digests=digests))
+
+    replicas = ReplicaSet({"replica 0": make_replica(config)}, send, config.actor_rollout_ref.rollout.verify_weights)
+    run_sync(replicas.load_weights(WeightUpdate(actor.version)))
+    return replicas
+
+
+def sent_weights(config: RunConfig, actor: FsdpEngine, *, digests: bool) -> Iterator[WeightBucket]:
+    """Yield the weights that the run's replicas are sent; adapters merged in where the engine takes none."""
+    if config.actor_rollout_ref.model.lora_rank and config.actor_rollout_ref.rollout.name != "native":
+        return in_buckets(actor.merged_weights().items(), BUCKET_BYTES, digests=digests)
+    return actor.weights(BUCKET_BYTES, digests=digests)
+
+
+def make_native_engine(
+    config: RunConfig,
+    policy: SampledPolicy,
+    take_weights: Callable[[WeightUpdate], None] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    probe: Probe = NO_PROBE,
+) -> NativeRolloutEngine:
+    """Return a native engine that samples from `policy`; `take_weights` updates one that has weights of its own."""
+    section = config.actor_rollout_ref.rollout
+    return NativeRolloutEngine(
+        policy,
+        tokenizer,
+        eos_token_ids(policy.model.generation_config, tokenizer),
+        seed=section.seed,
+        max_num_seqs=section.max_num_seqs,
+        max_num_batched_tokens=section.max_num_batched_tokens,
+        probe=probe,
+        take_weights=take_weights,
+    )
+
+
+def _make_native_replica(config: RunConfig) -> RolloutEngine:
+    device, dtype = devices.choose_device(config.trainer.device), torch_dtype(config.actor_rollout_ref.model.dtype)
+    policy = CopiedPolicy(load_policy(config, device), device, dtype)
+    return make_native_engine(config, policy, policy.take_weights, run_tokenizer(config))
+
+
+def _make_vllm_replica(config: RunConfig) -> RolloutEngine:
+    from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
+
+    model, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    own = {
+        "dtype": section.dtype,
+        "max_model_len": section.max_model_len or section.prompt_length + section.response_length,
+        "max_num_seqs": section.max_num_seqs,
+        "max_num_batched_tokens": section.max_num_batched_tokens,
+        "enforce_eager": section.enforce_eager,
+        "gpu_memory_utilization": section.gpu_memory_utilization,
+        "enable_chunked_prefill": section.enable_chunked_prefill,
+        "enable_prefix_caching": section.enable_prefix_caching,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": model.override_config,
+    }
+    tokenizer = run_tokenizer(config)
+    return VllmRolloutEngine(
+        model_folder(model.path),
+        tokenizer,
+        response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code),
+        seed=section.seed,
+        options=own | section.engine_kwargs.vllm,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    check: Callable[[RunConfig], None]
+    make: Callable[[RunConfig], RolloutEngine]
+
+
+ENGINES = {
+    "native": _Engine(lambda _: None, _make_native_replica),
+    "vllm": _Engine(lambda config: check_vllm(config.actor_rollout_ref.rollout.engine_kwargs.vllm), _make_vllm_replica),
+}
+"""By `rollout.name`: what checks that the engine can be had, and what makes one in the process that asks."""

@@ -1,0 +1,158 @@
+"""The rollout engines beside the trainer as one: requests are spread over them, and each of them gets every update.
+
+The trainer calls it as it calls an engine; the replicas are engines in processes of their own, or proxies of them.
+"""
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from pellucid.rollout.requests import (
+    Completion,
+    EngineStats,
+    PauseMode,
+    Request,
+    RolloutEngine,
+    RunStream,
+    Trajectory,
+    WeightUpdate,
+)
+from pellucid.rollout.transports import Verify, WeightHandle, WeightsDifferError, is_verified
+
+NUM_REMEMBERED = 100_000
+"""Groups whose replica is remembered; of one that is forgotten, later turns begin with an empty cache."""
+
+
+class ReplicaSet(RolloutEngine):
+    """Several engines, which hold the same weights, as one.
+
+    Args:
+        replicas: the engines by name.
+        send: puts the trainer's weights where the replicas can read them, for the time of a `with` block; its argument
+            says whether with digests.
+        verify: which updates the replicas compare with what they serve.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, RolloutEngine],
+        send: Callable[[bool], AbstractContextManager[WeightHandle]],
+        verify: Verify = "first",
+    ) -> None:
+        self.replicas, self._send = dict(replicas), send
+        self._verify: Verify = verify
+        self._num_updates = 0
+        self._running = Counter[str]()
+        self._replica_of = OrderedDict[tuple[RunStream, str], str]()
+        self.sync_s, self.sync_bytes = 0.0, 0
+        """Seconds that updates took, and bytes that they moved, since the start."""
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Nothing: the models are in other processes."""
+        return ()
+
+    @property
+    def in_hand(self) -> list[str]:
+        """Names of the trajectories that are being decoded at this moment."""
+        return [name for engine in self.replicas.values() for name in engine.in_hand]
+
+    def _replica(self, run: RunStream, uid: str) -> str:
+        """Return the replica of a group, whose samples share the cache of their prompt: at first the idlest one."""
+        name = self._replica_of.pop((run, uid), None) or min(self.replicas, key=self._running.__getitem__)
+        self._replica_of[run, uid] = name  # as the newest
+        if len(self._replica_of) > NUM_REMEMBERED:
+            self._replica_of.popitem(last=False)
+        return name
+
+    async def generate(self, request: Request) -> Completion:
+        """Answer a request."""
+        name = self._replica(request.stream.run, request.stream.uid)
+        self._running[name] += 1
+        try:
+            return await self.replicas[name].generate(request)
+        finally:
+            self._running[name] -= 1
+
+    async def release(self, trajectory: Trajectory) -> None:
+        """Forget the cache kept for a trajectory."""
+        run, uid, _ = trajectory
+        await self.replicas[self._replica(run, uid)].release(trajectory)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Give every replica the trainer's weights of this moment.
+
+        Raises:
+            WeightsDifferError: a replica serves other weights, or another version.
+        """
+        verify, began = is_verified(self._verify, self._num_updates), perf_counter()
+        with self._send(verify) as handle:
+            await self._all(lambda engine: engine.load_weights(replace(update, handle=handle, verify=verify)))
+            self.sync_bytes += handle.num_bytes
+        for name, engine in self.replicas.items():
+            if (served := engine.stats().version) != update.version:
+                raise WeightsDifferError("policy version", str(update.version), str(served), name)
+        self._num_updates += 1
+        self.sync_s += perf_counter() - began
+
+    async def _all(self, call: Callable[[RolloutEngine], Awaitable[object]]) -> None:
+        """Await a call to each replica, all at once."""
+
+        async def named(name: str, engine: RolloutEngine) -> None:
+            try:
+                await call(engine)
+            except WeightsDifferError as error:
+                raise WeightsDifferError(error.name, error.sent, error.held, name) from error
+
+        await asyncio.gather(*(named(name, engine) for name, engine in self.replicas.items()))
+
+    async def pause(self, requests: PauseMode) -> None:
+        """Stop decoding until `resume`."""
+        await self._all(lambda engine: engine.pause(requests))
+
+    async def resume(self) -> None:
+        """Go on with the requests that wait."""
+        await self._all(lambda engine: engine.resume())
+
+    async def sleep(self) -> None:
+        """Give the devices' memory back."""
+        await self._all(lambda engine: engine.sleep())
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        await self._all(lambda engine: engine.wake())
+
+    async def start_profile(self, folder: Path) -> None:
+        """Record a trace of each replica into a folder of its own."""
+        for name, engine in self.replicas.items():
+            await engine.start_profile(folder / name.replace(" ", "_"))
+
+    async def stop_profile(self) -> list[Path]:
+        """End the traces and return their files."""
+        return [file for engine in self.replicas.values() for file in await engine.stop_profile()]
+
+    def stats(self) -> EngineStats:
+        """Return the sums over the replicas, the mean share of their caches, and the oldest version that one serves."""
+        each = [engine.stats() for engine in self.replicas.values()]
+        return EngineStats(
+            running=sum(one.running for one in each),
+            waiting=sum(one.waiting for one in each),
+            kept=sum(one.kept for one in each),
+            cache_share=sum(one.cache_share for one in each) / len(each),
+            computed_tokens=sum(one.computed_tokens for one in each),
+            reused_tokens=sum(one.reused_tokens for one in each),
+            sampled_tokens=sum(one.sampled_tokens for one in each),
+            tokens_per_s=sum(one.tokens_per_s for one in each),
+            version=min(one.version for one in each),
+        )
+
+    def close(self) -> None:
+        """End the replicas' processes."""
+        for engine in self.replicas.values():
+            engine.close()
