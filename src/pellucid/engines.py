@@ -96,6 +96,7 @@ def _make_vllm_replica(config: RunConfig) -> RolloutEngine:
         "max_model_len": section.max_model_len or section.prompt_length + section.response_length,
         "max_num_seqs": section.max_num_seqs,
         "max_num_batched_tokens": section.max_num_batched_tokens,
+        "tensor_parallel_size": section.tensor_model_parallel_size,
         "enforce_eager": section.enforce_eager,
         "gpu_memory_utilization": section.gpu_memory_utilization,
         "enable_chunked_prefill": section.enable_chunked_prefill,

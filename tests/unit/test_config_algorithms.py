@@ -228,7 +228,7 @@ def fields_of(part, section=""):
             yield from fields_of(hint, f"{section}.{item.name}".lstrip("."))
 
 
-FACTS = ModelFacts(1000, 8, 16, 2, 2, 4, 50)
+FACTS = ModelFacts(1000, 8, 16, 2, 4, 2, 4, 50)
 
 
 def rows(*overrides) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.config.schema.root import ActorRolloutRefConfig
 from pellucid.errors import UserError
 
-FACTS = ModelFacts(1000, 8, 16, 2, 2, 4, 50)
+FACTS = ModelFacts(1000, 8, 16, 2, 4, 2, 4, 50)
 
 
 def run_config(prompts=8, mini=4, n=4, micro=None, budget=64, epochs=1, prompt=16, response=16) -> RunConfig:
@@ -145,7 +145,7 @@ def test_model_facts_from_files(tmp_path, shards):
         tmp_path / "m", {"embed": [50, 8], "a": [8, 8], "b": [8]}, shards=shards, dtype="BF16", num_key_value_heads=2
     )
     facts = read_model_facts(str(tmp_path / "m"))
-    assert facts == ModelFacts(50 * 8 + 64 + 8, 8, 16, 2, 2, 2, 50)
+    assert facts == ModelFacts(50 * 8 + 64 + 8, 8, 16, 2, 4, 2, 2, 50)
 
 
 def test_model_facts_agree_with_safetensors(tmp_path):

@@ -30,7 +30,7 @@ RAY = ["trainer.placement=ray"]
 CRITIC = ["algorithm.adv_estimator=gae"]
 KL = [f"{ACTOR}.use_kl_loss=true"]
 FIXED = [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
-FACTS = ModelFacts(1000, 8, 16, 2, 2, 4, 50)
+FACTS = ModelFacts(1000, 8, 16, 2, 4, 2, 4, 50)
 
 
 @cache
@@ -185,6 +185,75 @@ def test_what_the_remedy_names_loads(count, micro):
     assert multiple is not None
     step = int(multiple[1])
     load(*fixed, *ranks(count), f"data.train_batch_size={step}", f"{ACTOR}.ppo_mini_batch_size={step}")
+
+
+VLLM, SEPARATE = [f"{ROLLOUT}.name=vllm"], [f"{ROLLOUT}.mode=separate"]
+SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        ([*RAY, *SEPARATE], f"{ROLLOUT}.n_gpus_per_node", ["mode: separate needs devices"]),
+        (SEPARATE, f"{ROLLOUT}.mode", ["placement: local", "Set trainer.placement: ray"]),
+        ([*ranks(2), f"{ROLLOUT}.n_gpus_per_node=2"], f"{ROLLOUT}.n_gpus_per_node", ["no effect with mode: colocated"]),
+        ([*ranks(2, 2), f"{ROLLOUT}.nnodes=2"], f"{ROLLOUT}.nnodes", ["Set actor_rollout_ref.rollout.mode: separate"]),
+        ([*ranks(2), f"{SIZE}=2"], SIZE, ["no effect with name: native"]),
+        ([*ranks(2), "actor_rollout_ref.rollout.weight_transport=files"], f"{ROLLOUT}.weight_transport", ["no effect"]),
+        ([*ranks(3), *VLLM, f"{SIZE}=2"], SIZE, ["(trainer.n_gpus_per_node): 3 = 1 × 2 + 1", "a divisor of 3"]),
+        (
+            [*RAY, *VLLM, *SEPARATE, f"{ROLLOUT}.n_gpus_per_node=6", f"{SIZE}=4"],
+            SIZE,
+            [f"({ROLLOUT}.n_gpus_per_node): 6 = 1 × 4 + 2"],
+        ),
+        (
+            [*RAY, *VLLM, *SEPARATE, f"{ROLLOUT}.n_gpus_per_node=4", f"{ROLLOUT}.nnodes=2"],
+            f"{ROLLOUT}.nnodes",
+            ["2 machines", "this machine alone"],
+        ),
+    ],
+)
+def test_engines_that_do_not_come_out_on_their_devices(overrides, field, words):
+    with pytest.raises(UserError) as caught:
+        load(*overrides)
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (VLLM, "1 of vllm on this machine; weights by shared_memory"),
+        (
+            [*ranks(4), *VLLM, f"{SIZE}=2"],
+            "4 devices of the trainers on 1 machine ÷ 2 each = 2 of vllm; weights by shared_memory",
+        ),
+        (
+            [*ranks(4, 2), "actor_rollout_ref.hybrid_engine=false", "rollout.nnodes=3", "rollout.n_gpus_per_node=8", *VLLM],
+            "8 devices of their own on 3 machines ÷ 1 each = 24 of vllm; weights by shared_memory on one machine, else files",
+        ),
+        (
+            [*RAY, f"{ROLLOUT}.mode=standalone", f"{ROLLOUT}.n_gpus_per_node=2", f"{ROLLOUT}.weight_transport=files"],
+            "2 devices of their own on 1 machine ÷ 1 each = 2 of native; weights by files",
+        ),
+    ],
+)
+def test_the_plan_names_replicas_and_how_weights_reach_them(overrides, line):
+    assert dict(plan_rows(build_plan(load(*overrides).config, 48, FACTS)))["replicas"] == line
+    assert "replicas" not in dict(plan_rows(build_plan(load(f"{ROLLOUT}.mode=hybrid").config, 48, FACTS)))
+
+
+@pytest.mark.parametrize(("size", "divisor"), [(3, 1), (8, 2), (4, None)])
+def test_a_model_that_does_not_split_over_the_devices_of_a_replica(size, divisor):
+    """Of 4 heads and 2 with keys; 4 devices have half a head with keys each, which the engine keeps twice."""
+    config = load(*ranks(24), *VLLM, f"{SIZE}={size}").config
+    if divisor is None:
+        build_plan(config, 48, FACTS)
+        return
+    with pytest.raises(UserError, match=f"4 attention heads.*not split over {size} devices.*e.g. {divisor}") as caught:
+        build_plan(config, 48, FACTS)
+    assert caught.value.field == SIZE
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ SFT = ["data.train_files=x.jsonl", "model.path=m"]
         ),
         ([f"{ROLLOUT}.dtype=bf16"], f"{ROLLOUT}.dtype", ["bfloat16", "float32", "native engine"]),
         ([f"{ROLLOUT}.enforce_eager=false"], f"{ROLLOUT}.enforce_eager", ["no effect", "name: vllm"]),
-        ([f"{ROLLOUT}.name=vllm", "trainer.placement=ray"], f"{ROLLOUT}.name", ["trainer.placement: local"]),
         ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.simulate_mismatch.noise=0.1"], f"{ROLLOUT}.simulate_mismatch.noise", ["name: native"]),
         ([f"{ROLLOUT}.response_length=16"], f"{ROLLOUT}.response_length", ["data.max_response_length is 512"]),
         ([f"{ACTOR}.loss_scale_factor=10"], f"{ACTOR}.loss_scale_factor", ["seq-mean-token-sum-norm"]),
@@ -155,8 +154,6 @@ OFF = {
     f"{ACTOR}.freeze_vision_tower": "false",
     "actor_rollout_ref.ref.fsdp_config.forward_prefetch": "true",
     "actor_rollout_ref.hybrid_engine": "true",
-    f"{ROLLOUT}.tensor_model_parallel_size": "1",
-    f"{ROLLOUT}.mode": "sync",
     f"{ROLLOUT}.multi_turn": "{enable: false, max_turns: 3}",
     f"{ACTOR}.use_fused_kernels": "'${oc.select:actor_rollout_ref.model.use_fused_kernels,false}'",
 }
@@ -167,9 +164,6 @@ ON = {
     "reward_model.launch_reward_fn_async": "true",
     f"{ACTOR}.fsdp_config.wrap_policy.min_num_params": "1000",
     f"{ACTOR}.megatron": "{tensor_model_parallel_size: 2}",
-    "actor_rollout_ref.hybrid_engine": "false",
-    f"{ROLLOUT}.tensor_model_parallel_size": "2",
-    f"{ROLLOUT}.mode": "async",
     f"{ROLLOUT}.multi_turn.enable": "true",
     f"{ACTOR}.use_fused_kernels": "true",
     f"{ACTOR}.freeze_vision_tower": "true",
@@ -201,7 +195,7 @@ def test_captures_of_vllms_processes_are_refused():
 
 
 def test_several_later_keys_are_refused_together():
-    assert "2 mistakes" in str(error_of(f"{ACTOR}.freeze_vision_tower=true", f"{ROLLOUT}.mode=async"))
+    assert "2 mistakes" in str(error_of(f"{ACTOR}.freeze_vision_tower=true", f"{ACTOR}.use_fused_kernels=true"))
 
 
 def test_an_off_block_may_link_to_keys_that_do_not_exist():

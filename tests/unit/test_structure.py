@@ -50,7 +50,7 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 2100,
     tuple(sorted(BASE)): 870,
     ("algo",): 1220,
-    ("config",): 3600,
+    ("config",): 3690,
     ("tasks", "data", "reward"): 1310,
     ("training",): 2500,
     ("roles",): 590,

@@ -150,6 +150,11 @@ def _beside(*names: str) -> Callable[[str, Any], Tree]:
     return lambda key, value: {f"{key.rpartition('.')[0]}.{name}": value for name in names}
 
 
+def _within(section: str) -> Callable[[str, Any], Tree]:
+    """Return a function that says a key's value by the same key of a section."""
+    return lambda key, value: {f"{section}.{key}": value}
+
+
 def _tis(key: str, value: Any) -> Tree:
     level = {"algorithm.rollout_is_level": "token", "algorithm.rollout_is_mode": "truncate"}
     weights = {"algorithm.rollout_is_threshold": value, "algorithm.rollout_is": True}
@@ -200,7 +205,6 @@ _NEEDED = {
 }
 """Sections of roles that only some runs have, and what gives a run the role."""
 _LATER: dict[str, tuple[Any, ...]] = {
-    "actor_rollout_ref.hybrid_engine": (True,),
     "reward_model.launch_reward_fn_async": (False,),
     "reward_model.reward_manager": ("naive",),
     "*.use_fused_kernels": (False,),
@@ -209,8 +213,6 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "*.fsdp_config.forward_prefetch": (...,),
     "*.ulysses_sequence_parallel_size": (1,),
     "*.megatron": (),
-    f"{_ROLLOUT}.tensor_model_parallel_size": (1,),
-    f"{_ROLLOUT}.mode": ("sync",),
     f"{_ROLLOUT}.multi_turn.enable": (False,),
     f"{_ROLLOUT}.multi_turn.*": (...,),  # what a loop of several turns would do, which is refused above
     # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
@@ -226,6 +228,8 @@ TABLE: tuple[Row, ...] = (
     Row(f"{_ACTOR}.tis_imp_ratio_cap", (-1, 0), _tis, stops=True),
     Row("*.ppo_micro_batch_size", (), _beside("ppo_micro_batch_size_per_gpu"), stops=True),
     Row("algorithm.rollout_correction", ({},), _correction),
+    Row("actor_rollout_ref.hybrid_engine", (True,), lambda *_: {f"{_ROLLOUT}.mode": "separate"}),
+    *(Row(f"rollout.{name}", (), _within("actor_rollout_ref")) for name in ("nnodes", "n_gpus_per_node")),
     Row("*.fsdp_config.mixed_precision", ({},), _mixed_precision),
     Row("actor_rollout_ref.ref.fsdp_config.offload_policy", (False,), _beside("param_offload")),
     Row("*.fsdp_config.offload_policy", (False,), _beside("param_offload", "optimizer_offload")),

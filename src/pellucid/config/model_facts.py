@@ -24,6 +24,7 @@ class ModelFacts:
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -54,6 +55,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
             hidden_size=hidden,
             intermediate_size=facts["intermediate_size"],
             num_layers=facts["num_hidden_layers"],
+            num_heads=heads,
             num_kv_heads=facts.get("num_key_value_heads") or heads,
             head_dim=facts.get("head_dim") or hidden // heads,
             vocab_size=facts["vocab_size"],

@@ -88,7 +88,8 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         model: its shape; None leaves the memory estimate out.
 
     Raises:
-        UserError: the prompts do not fill one step, or the run ends before the policy starts to learn.
+        UserError: the prompts do not fill one step, the run ends before the policy starts to learn, or the model
+            cannot be spread over the devices of a replica.
     """
     data, actor, trainer = config.data, config.actor_rollout_ref.actor, config.trainer
     prompts, mini = data.train_batch_size, actor.ppo_mini_batch_size
@@ -101,6 +102,11 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
     if total_steps <= trainer.critic_warmup and not trainer.val_only:
         reason = f"the policy rests for {trainer.critic_warmup} steps, and the run has {total_steps}: it never learns."
         raise UserError("trainer.critic_warmup", reason, f"Set it below {total_steps}, or make the run longer.")
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if model is not None and (model.num_heads % size or (model.num_kv_heads % size and size % model.num_kv_heads)):
+        reason = f"{model.num_heads} attention heads, {model.num_kv_heads} with keys, do not split over {size} devices."
+        field = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        raise UserError(field, reason, f"Set it to a divisor, e.g. {math.gcd(size, model.num_kv_heads)}.")
     longest = data.max_prompt_length + data.max_response_length
     share = math.ceil(mini * config.actor_rollout_ref.rollout.n / config.num_ranks)
     at_once = (
@@ -137,6 +143,7 @@ def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_byte
     per_token = kept_bytes if policy.enable_gradient_checkpointing else layer_bytes * model.num_layers
     sequences = min(rollout.max_num_seqs, math.ceil(config.data.train_batch_size / ranks) * rollout.n)
     cached_tokens = sequences * (rollout.prompt_length + rollout.response_length)
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
     return Memory(
         weights=weights,
         gradients=trained,
@@ -144,10 +151,10 @@ def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_byte
         reference=others.get("ref", 0),
         activations=micro_tokens * per_token,
         logits_chunk=min(_LOGITS_CHUNK_BYTES, 4 * micro_tokens * model.vocab_size),
-        kv_cache=cached_tokens * 2 * model.num_layers * model.num_kv_heads * model.head_dim * width,
+        kv_cache=0 if config.has_replicas else cached_tokens * token_bytes,
         critic=others.get("critic", 0),
         reward_model=others.get("reward_model", 0),
-        rollout_copy=whole if ranks > 1 else 0,
+        rollout_copy=whole if ranks > 1 and not config.has_replicas else 0,
         offloaded=_offloaded(config, weights, trained, others),
     )
 
@@ -215,6 +222,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         f"{data.max_response_length} response) = {plan.samples_per_step} × {longest} = "
         f"{plan.max_tokens_per_step:,} tokens",
         "ranks": _ranks(plan),
+        "replicas": _replicas(config) if config.has_replicas else "",
         "algorithm": f"advantages {config.algorithm.adv_estimator}, loss {loss}, {actor.loss_agg_mode}",
         "correction": _correction(config.algorithm),
         "model": shape,
@@ -240,6 +248,17 @@ def _ranks(plan: Plan) -> str:
     copies = f"{num_copies} copies of the model" if num_copies > 1 else "one copy of the model"
     text = f"{counted(config.num_ranks, 'rank')} on {counted(trainer.nnodes, 'machine')}, {how}: {copies}"
     return "; ".join([text, *(f"{role} on {count} of its own" for role, count in trainer.resource_pools.items())])
+
+
+def _replicas(config: RunConfig) -> str:
+    """Return what samples beside the trainer, where, and how weights get there."""
+    rollout, (per_machine, machines) = config.actor_rollout_ref.rollout, config.rollout_machines
+    transport = config.weight_transport or "shared_memory on one machine, else files"
+    if config.trainer.placement == "local":
+        return f"1 of {rollout.name} on this machine; weights by {transport}"
+    size, own = rollout.tensor_model_parallel_size, "of their own" if rollout.mode == "separate" else "of the trainers"
+    where = f"{counted(per_machine, 'device')} {own} on {counted(machines, 'machine')}"
+    return f"{where} ÷ {size} each = {config.num_replicas} of {rollout.name}; weights by {transport}"
 
 
 def _memory(memory: Memory) -> str:

@@ -13,6 +13,7 @@ from pellucid import devices
 from pellucid.build import RoleName, Roles
 from pellucid.config import RunConfig
 from pellucid.console import console
+from pellucid.errors import UserError
 from pellucid.files.rundir import RunDir
 from pellucid.observe.captures import rank_request
 from pellucid.observe.process import ProcessProfiler
@@ -43,6 +44,9 @@ class RayPlacement:
             UserError: there is no room for so many ranks, or a model does not fit its role.
             RankFailedError: a process died while it started.
         """
+        if config.has_replicas:
+            reason = "ranks sample with native engines of their own, and with no other."
+            raise UserError("actor_rollout_ref.rollout.name", reason, "Set it to native, with mode: colocated.")
         self._config, self._run_dir, self._total_steps = config, run_dir, total_steps
         pools = plan_pools(config, roles)
         self._profiler = profiler

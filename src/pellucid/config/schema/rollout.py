@@ -14,6 +14,7 @@ TopP = Annotated[float, Range(gt=0, le=1)]
 TopK = Annotated[int, Alias(0, -1), Range(ge=-1)]
 _NAME = "actor_rollout_ref.rollout.name"
 NATIVE, VLLM = Needs(_NAME, ("native",)), Needs(_NAME, ("vllm",))
+_OWN_DEVICES = (Needs("actor_rollout_ref.rollout.mode", ("separate",)), Needs("trainer.placement", ("ray",)))
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,24 @@ class RolloutConfig:
     name: Annotated[Literal["native", "vllm"], Alias("hf", "native")] = "native"
     """Rollout engine: native (hf) runs in the process, on the actor's own weights; vllm (extra `vllm`) in processes of
     its own, which get the weights after each update."""
+    mode: Annotated[
+        Literal["colocated", "separate"],
+        Alias("sync", "colocated"),
+        Alias("async", "colocated"),
+        Alias("hybrid", "colocated"),
+        Alias("standalone", "separate"),
+    ] = "colocated"
+    """Devices of the engines: colocated takes the trainers', separate (placement ray) others beside them. There is a
+    replica for every `tensor_model_parallel_size` of these devices."""
+    nnodes: Annotated[int, Alias(0, 1), Range(ge=1)] = option(1, needs=_OWN_DEVICES)
+    """Machines with devices of separate engines."""
+    n_gpus_per_node: Annotated[int, Range(ge=0)] = option(0, needs=_OWN_DEVICES)
+    """Devices of separate engines on each of their machines: GPUs, or CPU cores where the run is on CPUs."""
+    tensor_model_parallel_size: Positive = option(1, needs=VLLM)
+    """Devices over which a replica spreads each layer; they are on one machine."""
+    weight_transport: Literal["auto", "shared_memory", "files"] = option("auto", needs=Needs("has_replicas"))
+    """How weights reach engines beside the trainer: through the memory of the machine that all are on, or through files
+    in the run's folder; auto takes shared_memory where it can."""
     n: Positive = 1
     """Responses sampled per prompt; they form the group whose rewards are compared."""
     temperature: Annotated[float, Range(gt=0)] = 1.0

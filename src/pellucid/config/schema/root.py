@@ -69,6 +69,32 @@ class RunConfig:
         return self.pool_ranks(role) if size == -1 else size
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether engines beside the trainer sample, which are sent its weights."""
+        rollout = self.actor_rollout_ref.rollout
+        return rollout.name != "native" or rollout.mode == "separate"
+
+    @property
+    def rollout_machines(self) -> tuple[int, int]:
+        """The devices on a machine that engines sample on, and the number of such machines."""
+        of = self.actor_rollout_ref.rollout if self.actor_rollout_ref.rollout.mode == "separate" else self.trainer
+        return of.n_gpus_per_node, of.nnodes
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines beside the trainer; one process has one."""
+        per_machine, machines = self.rollout_machines
+        size = self.actor_rollout_ref.rollout.tensor_model_parallel_size
+        return per_machine * machines // size if self.trainer.placement == "ray" else 1
+
+    @property
+    def weight_transport(self) -> str | None:
+        """How weights reach replicas; None where that depends on the machines of a cluster."""
+        asked = self.actor_rollout_ref.rollout.weight_transport
+        alone = self.trainer.ray_address is None
+        return asked if asked != "auto" else "shared_memory" if alone else None
+
+    @property
     def profilers(self) -> dict[str, ProfilerConfig]:
         """The profiler settings of each role, in the order of `PROFILED_SECTIONS`."""
         return {role: attrgetter(f"{section}.profiler")(self) for role, section in PROFILED_SECTIONS.items()}

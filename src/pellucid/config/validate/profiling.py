@@ -74,7 +74,7 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
         yield UserError(_TOOL, reason, f"Set it to one of {_TOOLS}.")
     engine = config.actor_rollout_ref.rollout.name
     for role in collecting:
-        if role.name == "rollout" and engine != "native":
+        if role.name == "rollout" and config.has_replicas:
             reason = f"{engine} samples in processes of its own, which are not captured in this version."
             yield UserError(f"{role.key}.enable", reason, "Set it to false; all other stages are captured.")
         yield from _ranks(config, role)

@@ -14,6 +14,8 @@ from pellucid.config.schema.profiler import PROFILED_SECTIONS
 from pellucid.config.schema.sharding import RefFsdpConfig
 from pellucid.errors import UserError
 
+_ROLLOUT = "actor_rollout_ref.rollout"
+
 
 def mistakes(config: RunConfig) -> Iterator[UserError]:
     """Yield a mistake for each setting that cannot be placed on the ranks there are."""
@@ -27,13 +29,12 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     if address not in (None, "auto") and not re.fullmatch(r"[^/\s]+:\d+", address):
         remedy = "Set it to host:port of its head, e.g. 10.0.0.1:6379, to auto, or to null."
         yield UserError("trainer.ray_address", f"'{address}' is no address of a cluster.", remedy)
-    if address is None and trainer.nnodes > 1:
-        reason = f"{trainer.nnodes} machines, but trainer.ray_address: null starts a cluster on this machine alone."
-        remedy = "Start Ray on each machine and set trainer.ray_address, e.g. to auto; or set nnodes to 1."
-        yield UserError("trainer.nnodes", reason, remedy)
-    if trainer.placement == "ray" and config.actor_rollout_ref.rollout.name != "native":
-        reason = f"{config.actor_rollout_ref.rollout.name} samples for a trainer in one process; ranks do so natively."
-        yield UserError("actor_rollout_ref.rollout.name", reason, "Set trainer.placement: local, or it to native.")
+    for section, count in {"trainer": trainer.nnodes, _ROLLOUT: config.actor_rollout_ref.rollout.nnodes}.items():
+        if address is None and count > 1:
+            reason = f"{count} machines, but trainer.ray_address: null starts a cluster on this machine alone."
+            remedy = "Start Ray on each machine and set trainer.ray_address, e.g. to auto; or set nnodes to 1."
+            yield UserError(f"{section}.nnodes", reason, remedy)
+    yield from _replicas(config)
     yield from _copies(config)
     absent = absent_roles(config)
     if not config.has_own_reference or "full" in config.kl_types:
@@ -49,6 +50,27 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             reason = f"{value} is simulated only where one process samples from the trained weights themselves."
             remedy = "Set trainer.placement: local and the actor's param_offload: false, or remove the key."
             yield UserError(f"actor_rollout_ref.rollout.simulate_mismatch.{key}", reason, remedy)
+
+
+def _replicas(config: RunConfig) -> Iterator[UserError]:
+    """Yield a mistake for devices of rollout engines that do not come out."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    if trainer.placement == "local":
+        if rollout.mode == "separate":
+            reason = "placement: local has no devices beside the trainer's."
+            yield UserError(f"{_ROLLOUT}.mode", reason, "Set trainer.placement: ray, or it to colocated.")
+        return
+    per_machine, size = config.rollout_machines[0], rollout.tensor_model_parallel_size
+    if per_machine == 0:
+        remedy = "Set it to the devices that engines may have for themselves, or mode: colocated."
+        yield UserError(f"{_ROLLOUT}.n_gpus_per_node", "mode: separate needs devices, and has none.", remedy)
+    elif config.has_replicas and per_machine % size:
+        whose = _ROLLOUT if rollout.mode == "separate" else "trainer"
+        reason = (
+            f"replicas of {size} devices do not come out with {per_machine} on a machine ({whose}.n_gpus_per_node): "
+            f"{per_machine} = {per_machine // size} × {size} + {per_machine % size}."
+        )
+        yield UserError(f"{_ROLLOUT}.tensor_model_parallel_size", reason, f"Set it to a divisor of {per_machine}.")
 
 
 def absent_roles(config: RunConfig) -> dict[str, str]:
