@@ -7,6 +7,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from pellucid.rollout.native.copied import CopiedPolicy
 from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
-from pellucid.rollout.transports import BUCKET_BYTES, WeightHandle, stored
+from pellucid.rollout.transports import BUCKET_BYTES, SHARED_MEMORY, WeightHandle, stored
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.stages import NO_PROBE, Probe
 from pellucid.training.common.buckets import in_buckets
@@ -46,7 +47,7 @@ def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
     """Return the replica on this host, with the weights that `actor` has at this moment."""
 
     def send(digests: bool) -> AbstractContextManager[WeightHandle]:
-        return stored(sent_weights(config, actor, digests=digests))
+        return stored(sent_weights(config, actor, digests=digests), weight_folder(config, shares_memory=True))
 
     replicas = ReplicaSet({"replica 0": make_replica(config)}, send, config.actor_rollout_ref.rollout.verify_weights)
     run_sync(replicas.load_weights(WeightUpdate(actor.version)))
@@ -58,6 +59,16 @@ def sent_weights(config: RunConfig, actor: FsdpEngine, *, digests: bool) -> Iter
     if config.actor_rollout_ref.model.lora_rank and config.actor_rollout_ref.rollout.name != "native":
         return in_buckets(actor.merged_weights().items(), BUCKET_BYTES, digests=digests)
     return actor.weights(BUCKET_BYTES, digests=digests)
+
+
+def weight_folder(config: RunConfig, *, shares_memory: bool) -> Path:
+    """Return where weights are put for the replicas, which `shares_memory` says to be all on the trainer's machine."""
+    transport = config.actor_rollout_ref.rollout.weight_transport
+    if transport == "shared_memory" or (transport == "auto" and shares_memory):
+        return SHARED_MEMORY
+    folder = Path(config.trainer.default_local_dir).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def make_native_engine(
