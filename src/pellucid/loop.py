@@ -86,6 +86,7 @@ def speed_metrics(run: Run, num_tokens: float) -> dict[str, float]:
     step_s = timings["timing_s/step"]
     return (
         timings
+        | run.tracks.step_metrics()
         | {
             "perf/time_per_step": step_s,
             "perf/throughput": num_tokens / step_s / placement.num_ranks,

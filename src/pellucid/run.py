@@ -30,6 +30,7 @@ from pellucid.metrics.display import StepDisplay
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.captures import RunProfiler, controller_request
 from pellucid.observe.process import ProcessProfiler
+from pellucid.observe.replica_tracks import ReplicaTracks
 from pellucid.observe.spans import SpanRecorder
 from pellucid.observe.watchdog import Watchdog
 from pellucid.ranks.placement import Placement, place_roles
@@ -63,6 +64,8 @@ class Run:
     estimator: Estimator
     kl_control: KLControl
     profiler: RunProfiler
+    tracks: ReplicaTracks
+    """What the rollout engine says of itself."""
     display: StepDisplay
     trackers: Trackers
     total_steps: int
@@ -124,6 +127,7 @@ class Run:
             parts.callback(self.spans.close)
             parts.callback(self.placement.close)
             parts.callback(self.profiler.process.flush)
+            parts.callback(self.tracks.close)
 
 
 @dataclass
@@ -208,6 +212,8 @@ def build_run(
         config.actor_rollout_ref.rollout.response_length,
         profiler.spans.record_call,
     )
+    engine = placement.roles.engine_of(Stage.ROLLOUT_GENERATE)
+    is_seen = bool(engine.modules or engine.replicas)  # ranks show what they sample themselves
     return Run(
         config=config,
         run_dir=run_dir,
@@ -223,6 +229,7 @@ def build_run(
             control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
         ),
         profiler=RunProfiler(config, run_dir.path, profiler, placement, first_step, total_steps),
+        tracks=ReplicaTracks(profiler.spans, engine.replica_stats, show=is_seen),
         display=StepDisplay(total_steps, first_step - 1, watch=watchdog.stage),
         trackers=trackers,
         total_steps=total_steps,

@@ -77,6 +77,15 @@ perf/total_num_tokens | tokens | Prompt and response tokens of all samples drawn
 perf/time_per_step | s | The same as `timing_s/step`, under verl's name.
 perf/throughput | tokens/s/device | Tokens of the step per second and device.
 perf/mfu | fraction | 6 × parameters × tokens of updates (2 × of passes forward only) over the device's peak.
+perf/rollout_requests | requests | Requests that the rollout engines have answered since the last step's line.
+perf/rollout_queue_s | s | Mean time for which such a request waited before its engine began with it.
+perf/rollout_prefill_s | s | Mean time from there to a request's first token.
+perf/rollout_decode_s | s | Mean time from there to a request's last token.
+perf/rollout_tokens_per_s | tokens/s | Sampled tokens over the time in which an engine worked, added up over replicas.
+perf/rollout_prefix_hit_share | fraction | Tokens before answers that were found in a replica's cache.
+perf/rollout_preemptions | times | How often a request had to give its cache back, for want of room, and wait again.
+perf/rollout_cache_share_max | fraction | Largest share of a replica's cache that was seen in use (ten looks a second).
+perf/rollout_imbalance | 1 | Sampled tokens of the replica that sampled most, over their mean.
 perf/max_memory_allocated_gb | GB | Largest device memory allocated so far.
 perf/cpu_memory_used_gb | GB | Resident host memory of the process.
 

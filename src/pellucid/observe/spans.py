@@ -11,12 +11,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 FIRST_CALL_ROW, FIRST_TASK_ROW = 1, 5001
 """Rows of a process's timeline: 0 is its first task, calls that other processes ran follow, then tasks that overlap
@@ -166,8 +166,15 @@ class SpanRecorder:
             ends[index : index + 1] = [end_us]
         self._show(name, wall_us, round(duration_s * 1e6), FIRST_CALL_ROW + index, args)
 
+    def counter(self, name: str, values: Mapping[str, float]) -> None:
+        """Show on the timeline what was counted at this moment, as a track with a line for each of `values`."""
+        self._write({"name": name, "ph": "C", "ts": time.time_ns() // 1000, "pid": self._pid, "args": dict(values)})
+
     def _show(self, name: str, wall_us: int, duration_us: int, row: int, args: dict[str, str | int | float]) -> None:
-        event = {"name": name, "ph": "X", "ts": wall_us, "dur": duration_us, "pid": self._pid, "tid": row, "args": args}
+        span = {"name": name, "ph": "X", "ts": wall_us, "dur": duration_us, "pid": self._pid, "tid": row, "args": args}
+        self._write(span)
+
+    def _write(self, event: dict[str, Any]) -> None:
         with self._lock:
             if self._path is None:
                 return

@@ -408,7 +408,9 @@ class RemoteRolloutEngine(RolloutEngine):
         """Those that the next call will take along."""
         self._call: asyncio.Task[list[Completion]] | None = None
         """That call, until it begins."""
-        self._version = self._num_tokens = 0
+        self._version = 0
+        self._stats = [EngineStats()] * len(group)
+        """Of the replicas after their last call."""
 
     @property
     @override
@@ -450,9 +452,10 @@ class RemoteRolloutEngine(RolloutEngine):
 
         on_done = tell_all if listeners else None
         answers: dict[int, Completion] = {}
-        for part, outcome in zip(parts, self._group.run("rollout", "generate", sent, on_done=on_done)):
+        outcomes = self._group.run("rollout", "generate", sent, on_done=on_done)
+        for part, outcome in zip(parts, outcomes):
             answers |= zip(part, outcome.value)
-        self._num_tokens += sum(len(answer.token_ids) for answer in answers.values())
+        self._stats = [outcome.stats for outcome in outcomes]
         return [answers[index] for index in range(len(requests))]
 
     @override
@@ -467,4 +470,9 @@ class RemoteRolloutEngine(RolloutEngine):
     @override
     def stats(self) -> EngineStats:
         """Return what the controller knows of the replicas between two calls."""
-        return EngineStats(waiting=len(self._requests), sampled_tokens=self._num_tokens, version=self._version)
+        num_tokens = sum(stats.sampled_tokens for stats in self._stats)
+        return EngineStats(waiting=len(self._requests), sampled_tokens=num_tokens, version=self._version)
+
+    @override
+    def replica_stats(self) -> dict[str, EngineStats]:
+        return {f"replica {rank}": stats for rank, stats in enumerate(self._stats)}

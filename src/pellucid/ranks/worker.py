@@ -30,12 +30,13 @@ from pellucid.config import RunConfig
 from pellucid.errors import UserError
 from pellucid.loading import run_tokenizer, torch_dtype
 from pellucid.observe.process import ProcessProfiler
+from pellucid.observe.replica_tracks import ReplicaTracks
 from pellucid.observe.request import ProcessRequest
 from pellucid.observe.spans import SpanRecorder
 from pellucid.precision.sentinel import Sentinel
 from pellucid.ranks.cluster import Pool
 from pellucid.ranks.wire import Parcel, SharedMemory
-from pellucid.rollout.requests import generate_all, run_sync
+from pellucid.rollout.requests import EngineStats, generate_all, run_sync
 from pellucid.stages import Probes, Stage
 from pellucid.training.sharding import join_ranks, leave_ranks
 
@@ -104,6 +105,8 @@ class Outcome:
     """Of the role's weights."""
     flops: float = 0.0
     """Arithmetic of the role since the start, of all ranks together."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    """Of the rank's replica, after a call to it."""
 
 
 class RankWorker:
@@ -117,6 +120,7 @@ class RankWorker:
         self._num_threads = torch.get_num_threads()
         self._waits: list[Callable[[], None]] = []
         self._is_up = False
+        self.tracks: ReplicaTracks | None = None
 
     def ask(self, work: Callable[["RankWorker"], Any]) -> Any:
         """Do what the controller asks for beside the roles' methods."""
@@ -200,6 +204,8 @@ class RankWorker:
                 config, spec.pool.roles, run_tokenizer(config), choose_policy_loss(config), compute, spec.total_steps
             )
         self.profiler.models_of = self.roles.modules_of
+        if (engine := self.roles.rollout) is not None:
+            self.tracks = ReplicaTracks(self.spans, lambda: {f"replica {spec.rank}": engine.stats()})
         if self.sentinel is not None:
             self.sentinel.modules_of = self.roles.modules_of
         log.info("roles: %s", ", ".join(spec.pool.roles))
@@ -235,7 +241,8 @@ class RankWorker:
             del self._calls[number]
             self.spans.step_timings()
         if role == "rollout":
-            return Outcome(self._memory.pack(value))
+            assert self.roles.rollout is not None
+            return Outcome(self._memory.pack(value), stats=self.roles.rollout.stats())
         each = self.roles.named(role)
         return Outcome(self._memory.pack(value) if self._spec.rank == 0 else None, each.version, each.engine.flops)
 
@@ -283,5 +290,7 @@ class RankWorker:
         self.profiler.flush()
         if self._spec.pool.num_ranks > 1:
             leave_ranks()
+        if self.tracks is not None:
+            self.tracks.close()
         self.spans.close()
         log.info("done")

@@ -7,7 +7,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -139,18 +139,14 @@ class ReplicaSet(RolloutEngine):
 
     def stats(self) -> EngineStats:
         """Return the sums over the replicas, the mean share of their caches, and the oldest version that one serves."""
-        each = [engine.stats() for engine in self.replicas.values()]
-        return EngineStats(
-            running=sum(one.running for one in each),
-            waiting=sum(one.waiting for one in each),
-            kept=sum(one.kept for one in each),
-            cache_share=sum(one.cache_share for one in each) / len(each),
-            computed_tokens=sum(one.computed_tokens for one in each),
-            reused_tokens=sum(one.reused_tokens for one in each),
-            sampled_tokens=sum(one.sampled_tokens for one in each),
-            tokens_per_s=sum(one.tokens_per_s for one in each),
-            version=min(one.version for one in each),
-        )
+        each = list(self.replica_stats().values())
+        sums = {field.name: sum(getattr(one, field.name) for one in each) for field in fields(EngineStats)}
+        cache_share, version = sums["cache_share"] / len(each), min(one.version for one in each)
+        return EngineStats(**sums | {"cache_share": cache_share, "version": version})
+
+    def replica_stats(self) -> dict[str, EngineStats]:
+        """Return what each replica does at this moment."""
+        return {name: engine.stats() for name, engine in self.replicas.items()}
 
     def close(self) -> None:
         """End the replicas' processes."""

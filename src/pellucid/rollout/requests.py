@@ -4,9 +4,10 @@ Agents make requests; `native` answers them in the process of the trainer, and o
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -109,7 +110,9 @@ class EngineStats:
     """What an engine does at this moment, and what it has done since it was made."""
 
     running: int = 0
-    """Requests that are being decoded."""
+    """Requests that have begun, those of `prefilling` among them."""
+    prefilling: int = 0
+    """Requests whose tokens before the answer are run through the model."""
     waiting: int = 0
     kept: int = 0
     """Trajectories that may come back and whose cache is kept."""
@@ -120,6 +123,16 @@ class EngineStats:
     reused_tokens: int = 0
     """Tokens before answers that were found in the cache."""
     sampled_tokens: int = 0
+    preemptions: int = 0
+    """Times that a running request gave its cache back, for want of room, and waited again."""
+    answered: int = 0
+    """Requests that were answered, without aborted ones."""
+    queue_s: float = 0
+    """Seconds that the answered requests waited before the engine began with them, added up."""
+    prefill_s: float = 0
+    """Seconds from there to their first tokens."""
+    decode_s: float = 0
+    """Seconds from there to their last ones."""
     tokens_per_s: float = 0
     """Sampled tokens over the seconds in which the engine decoded."""
     version: int = 0
@@ -142,6 +155,9 @@ class RolloutEngine(Protocol):
 
     An engine that keeps nothing between requests inherits `pause`, `sleep` and their like, which then do nothing.
     """
+
+    replicas: Mapping[str, "RolloutEngine"] = MappingProxyType({})
+    """The engines in processes of their own that this one stands for, by name; none where the caller's own samples."""
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -202,8 +218,12 @@ class RolloutEngine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Return what the engine does at this moment."""
+        """Return what the engine does at this moment; any thread may ask."""
         ...
+
+    def replica_stats(self) -> dict[str, EngineStats]:
+        """Return the same of each replica, by its name."""
+        return {"replica 0": self.stats()}
 
     def close(self) -> None:
         """End the engine's own processes."""

@@ -80,8 +80,11 @@ def _events(
         yield from process.row("stages", 0)
     for path in files:
         for event in read_events(path):
+            process = processes[path.stem, event["pid"]]
             if event["ph"] == "X":
-                yield from _span(event, processes[path.stem, event["pid"]])
+                yield from _span(event, process)
+            elif event["ph"] == "C":
+                yield event | {"ts": round(event["ts"] + process.shift_us, 3), "pid": process.pid}
     for number, file in enumerate(captures):
         process = processes.get((file.process, file.pid))
         if process is None:

@@ -4,6 +4,7 @@
 """
 
 import bisect
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -44,6 +45,10 @@ class Row:
     aborted: bool = False
     caches_one_version: bool = True
     """Whether all that is cached for it was computed with the weights of now."""
+    arrived: float = field(default_factory=time.perf_counter)
+    began: float = 0.0
+    """When it left the queue; like `drew_first`, which is when its first token was drawn, in seconds of that clock."""
+    drew_first: float = 0.0
 
     def __post_init__(self) -> None:
         self.params = self.request.params
@@ -139,7 +144,8 @@ class Decoder:
         self.rows: list[Row] = []
         self.waiting: list[Row] = []
         self.kept: dict[Trajectory, _KeptTrajectory] = {}
-        self.computed_tokens = self.reused_tokens = self.sampled_tokens = 0
+        self.computed_tokens = self.reused_tokens = self.sampled_tokens = self.prefilling = self.answered = 0
+        self.queue_s = self.prefill_s = self.decode_s = 0.0
         config = policy.model.config.get_text_config()
         heads, fields = config.num_attention_heads, config.to_dict()
         head_size = fields.get("head_dim") or config.hidden_size // heads
@@ -213,14 +219,18 @@ class Decoder:
                 self.reused_tokens += len(row.request.token_ids)
             num_admitted += 1
         admitted, self.waiting = self.waiting[:num_admitted], self.waiting[num_admitted:]
+        self.prefilling, began = num_admitted, time.perf_counter()
         if begin:
             self.prefill(list(begin.values()))
         prefixes = [self._prefixes[_prefix_key(row)] for row in admitted]
         self.cache.add_rows([prefix.slot for prefix in prefixes])
         self.rows += admitted
+        self.prefilling = 0
         for row in admitted:
             row.draw_uniforms(self._seed)
         self._draw(torch.stack([prefix.logits for prefix in prefixes]), admitted)
+        for row in admitted:
+            row.began, row.drew_first = began, time.perf_counter()
 
     def _shared_prefix(self, row: Row) -> _Prefix | None:
         """Return the slot that holds the row's tokens, if one does."""
@@ -309,6 +319,11 @@ class Decoder:
                     tokens = [*row.request.token_ids, *row.token_ids[:-1]]
                     self.kept[row.request.stream.trajectory] = _KeptTrajectory(tokens, self.cache.copy_out(index))
                 finished.append((row, self.completion(row, reason)))
+                if reason != "aborted":
+                    self.answered += 1
+                    self.queue_s += row.began - row.arrived
+                    self.prefill_s += row.drew_first - row.began
+                    self.decode_s += time.perf_counter() - row.drew_first
         order = closed_up(keep)
         self.rows = [self.rows[index] for index in order]
         self.cache.keep_rows(order)

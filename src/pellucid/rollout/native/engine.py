@@ -16,11 +16,20 @@ from transformers import PreTrainedTokenizerBase
 
 from pellucid.rollout.native.decoder import Decoder, Row, SampledPolicy
 from pellucid.rollout.native.packed_linear import PackedLinears, packing_pays
-from pellucid.rollout.requests import Completion, EngineStats, PauseMode, Progress, Request, Trajectory, WeightUpdate
+from pellucid.rollout.requests import (
+    Completion,
+    EngineStats,
+    PauseMode,
+    Progress,
+    Request,
+    RolloutEngine,
+    Trajectory,
+    WeightUpdate,
+)
 from pellucid.stages import NO_PROBE, Probe
 
 
-class NativeRolloutEngine:
+class NativeRolloutEngine(RolloutEngine):
     """Samples from `policy` in process; in one process nothing is copied, so it cannot be stale.
 
     Args:
@@ -160,6 +169,7 @@ class NativeRolloutEngine:
         self.decoder.rows.clear()
         self.decoder.waiting.clear()
         self.decoder.kept.clear()
+        self.decoder.prefilling = 0
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             if isinstance(error, Exception) and not answer.done():
@@ -210,14 +220,11 @@ class NativeRolloutEngine:
             self._drive_on()
 
     async def sleep(self) -> None:
-        """Free the cache and the packed weights."""
+        """Free the cache and the packed weights, which are made again when the next request comes."""
         assert not self.decoder.rows, "requests are running: pause first"
         self.decoder.kept.clear()
         self._contexts.clear()
         self.decoder.drop_cache()
-
-    async def wake(self) -> None:
-        """Do nothing: what sleep freed is made again when the next request comes."""
 
     async def start_profile(self, folder: Path) -> None:
         """Record a trace of this process by torch's profiler."""
@@ -233,20 +240,22 @@ class NativeRolloutEngine:
         profile.export_chrome_trace(str(file))
         return [file]
 
-    def close(self) -> None:
-        """Do nothing: the engine has no process of its own."""
-
     def stats(self) -> EngineStats:
         """Return what the decoder does at this moment."""
         decoder = self.decoder
         return EngineStats(
-            running=len(decoder.rows),
+            running=len(decoder.rows) + decoder.prefilling,
+            prefilling=decoder.prefilling,
             waiting=len(decoder.waiting),
             kept=len(decoder.kept),
             cache_share=decoder.cache.share_in_use,
             computed_tokens=decoder.computed_tokens,
             reused_tokens=decoder.reused_tokens,
             sampled_tokens=decoder.sampled_tokens,
+            answered=decoder.answered,
+            queue_s=decoder.queue_s,
+            prefill_s=decoder.prefill_s,
+            decode_s=decoder.decode_s,
             tokens_per_s=decoder.sampled_tokens / self._busy_s if self._busy_s else 0.0,
             version=self.policy.version,
         )

@@ -14,8 +14,9 @@ class EngineNumbers(StatLoggerBase):
 
     def __init__(self, listener: Callable[[EngineStats], None]) -> None:
         self._listener = listener
-        self._computed = self._reused = self._sampled = 0
-        self._busy_s, self._last = 0.0, time.perf_counter()
+        self._computed = self._reused = self._sampled = self._preemptions = self._answered = 0
+        self._queue_s = self._prefill_s = self._decode_s = self._busy_s = 0.0
+        self._last = time.perf_counter()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """Take in the numbers of a step."""
@@ -25,18 +26,32 @@ class EngineNumbers(StatLoggerBase):
             self._computed += prompts.computed
             self._reused += prompts.total - prompts.computed
             self._sampled += iteration_stats.num_generation_tokens
+            self._preemptions += iteration_stats.num_preempted_reqs
+            for request in iteration_stats.finished_requests:
+                if str(request.finish_reason) != "abort":  # of one that never began, the times are none
+                    self._answered += 1
+                    self._queue_s += request.queued_time
+                    self._prefill_s += request.prefill_time
+                    self._decode_s += request.decode_time
             self._busy_s += now - self._last
         self._last = now
         if scheduler_stats is None:
             return
+        step = scheduler_stats.iteration_details
         self._listener(
             EngineStats(
+                prefilling=0 if step is None else min(step.num_ctx_requests, scheduler_stats.num_running_reqs),
                 running=scheduler_stats.num_running_reqs,
                 waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
                 cache_share=scheduler_stats.kv_cache_usage,
                 computed_tokens=self._computed,
                 reused_tokens=self._reused,
                 sampled_tokens=self._sampled,
+                preemptions=self._preemptions,
+                answered=self._answered,
+                queue_s=self._queue_s,
+                prefill_s=self._prefill_s,
+                decode_s=self._decode_s,
                 tokens_per_s=self._sampled / self._busy_s if self._busy_s else 0.0,
             )
         )

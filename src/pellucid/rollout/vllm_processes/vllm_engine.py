@@ -92,6 +92,8 @@ class VllmRolloutEngine(RolloutEngine):
             "load_format": "dummy",  # the trainer's follow at once
             "logprobs_mode": "processed_logprobs",
             "scheduling_policy": "priority",
+            "disable_log_stats": True,  # of vLLM's own loggers; the numbers come all the same
+            "enable_logging_iteration_details": True,  # to them
             "worker_extension_cls": "pellucid.rollout.vllm_processes.weight_receiver.WeightReceiver",
         }
         arguments = AsyncEngineArgs(model, **own | options)
