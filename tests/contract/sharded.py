@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pellucid.rollout.native.gathered import load_buckets
 from tiny import CPU, VOCABULARY, tiny_model
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -18,6 +17,7 @@ from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest, RoleRequest
 from pellucid.observe.spans import SpanRecorder
 from pellucid.precision.sentinel import Finding, Sentinel
+from pellucid.rollout.transports import load_buckets
 from pellucid.stages import Stage
 from pellucid.training.checkpoint import load_trained_weights
 from pellucid.training.common.balance import RankBalance

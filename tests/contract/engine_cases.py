@@ -1,0 +1,417 @@
+"""What every rollout engine promises, as cases that the engines share. Log-probs are held against `transformers` and the
+trainer under weights that were changed after the engine's start.
+
+A file for an engine takes the cases over with `from engine_cases import *` and has one fixture of its own, `served`: from
+"tied" or "untied" to a trainer with such an output head and the engine that gets its weights, the same or a new one at each
+call (`each_served_once` keeps one of each). The engine makes room for 256 tokens a sequence, and `folder_of` has the model
+that it starts from.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from tiny import CPU, EOS, VOCABULARY
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.errors import NonFiniteError
+from pellucid.rollout.replicas import ReplicaSet
+from pellucid.rollout.requests import (
+    Completion,
+    Request,
+    RolloutEngine,
+    SampleStream,
+    SamplingParams,
+    WeightUpdate,
+    generate_all,
+    run_sync,
+)
+from pellucid.rollout.transports import stored
+from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.models import BUILTIN_FOLDER, init_model, load_model, load_tokenizer
+from pellucid.training.common.packing import sequences_of
+from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.types import Prompt, Rollout
+
+Head = Literal["tied", "untied"]
+SCALE = 0.2
+TOKENIZER = load_tokenizer("builtin")
+STREAM = ("rollout", 1)
+GREEDY = SamplingParams(do_sample=False, max_tokens=20)
+SAMPLED = SamplingParams(n=4, max_tokens=20, temperature=0.8)
+LONG = SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+# --- what the cases are given -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A trainer and the engine that samples from its policy."""
+
+    actor: FsdpEngine
+    engine: RolloutEngine
+
+    def update(self, version: int) -> None:
+        """Give the trainer other weights, as an optimizer step does, and the engine these."""
+        change(self.actor, version)
+        run_sync(self.engine.load_weights(WeightUpdate(version)))
+
+
+def change(actor: FsdpEngine, version: int) -> None:
+    """Give the trainer the weights of a version."""
+    actor.model.load_state_dict(weights_of(version, actor.model.config.tie_word_embeddings))
+    actor.version = version
+
+
+@cache
+def weights_of(seed: int, tied: bool) -> dict[str, torch.Tensor]:
+    """Return weights for the built-in model's shape, drawn large enough that answers differ and go on for a while."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {
+        name: SCALE * noise if tensor.dim() > 1 else 1 + 0.2 * noise
+        for name, tensor in load_model("builtin", device=CPU).state_dict().items()
+        for noise in [torch.randn(tensor.shape, generator=generator)]
+    }
+    return drawn | ({"lm_head.weight": drawn["model.embed_tokens.weight"]} if tied else {})
+
+
+def trainer_of(head: Head) -> FsdpEngine:
+    """Return a trainer of the built-in model, or of one with a head of its own."""
+    fields = load_model("builtin", device=CPU).config.to_dict() | {"tie_word_embeddings": head == "tied"}
+    actor = FsdpEngine(init_model(fields, seed=0, device=CPU), None, MicroBatching(None, None), device=CPU, dtype=torch.float32)
+    change(actor, 0)
+    return actor
+
+
+def replicated(actor: FsdpEngine, replica: RolloutEngine) -> Pair:
+    """Return a replica that gets the weights of `actor` through a transport, in small buckets, each update checked."""
+    engine = ReplicaSet({"replica 0": replica}, lambda digests: stored(actor.weights(1 << 14, digests=digests)), "always")
+    run_sync(engine.load_weights(WeightUpdate(actor.version)))
+    return Pair(actor, engine)
+
+
+def each_served_once(start: Callable[[FsdpEngine], Pair]) -> Iterator[Callable[[Head], Pair]]:
+    """Yield what `served` returns, for engines that take long to start: one for each head, and end them."""
+    pairs: dict[Head, Pair] = {}
+
+    def get(head: Head) -> Pair:
+        if head not in pairs:
+            pairs[head] = start(trainer_of(head))
+        return pairs[head]
+
+    yield get
+    for pair in pairs.values():
+        pair.engine.close()
+
+
+def folder_of(actor: FsdpEngine, folder: Path) -> Path:
+    """Return a model folder with the architecture that `actor` trains, written below `folder` where none is shipped."""
+    if actor.model.config.tie_word_embeddings:
+        return BUILTIN_FOLDER
+    actor.model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pair(served: Callable[[Head], Pair]) -> Pair:
+    """The engine serves other weights than those that it began with, under a tied head."""
+    return with_version_1(served("tied"))
+
+
+@pytest.fixture(params=["tied", "untied"])
+def each_pair(served: Callable[[Head], Pair], request: pytest.FixtureRequest) -> Pair:
+    """The same with either head, for what hangs on weights that are loaded."""
+    return with_version_1(served(request.param))
+
+
+@pytest.fixture
+def untied_pair(served: Callable[[Head], Pair]) -> Pair:
+    return with_version_1(served("untied"))
+
+
+def with_version_1(pair: Pair) -> Pair:
+    pair.update(1)
+    return pair
+
+
+def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the same weights under transformers' own eager attention."""
+    plain = AutoModelForCausalLM.from_config(deepcopy(model.config), dtype=torch.float32, attn_implementation="eager")
+    plain.load_state_dict(model.state_dict())
+    return plain.eval()
+
+
+def some_prompts(count: int = 5) -> list[Prompt]:
+    """Return prompts of 3 to 19 tokens."""
+    return [prompt_of(3 + 4 * index, f"p{index}") for index in range(count)]
+
+
+def prompt_of(length: int, uid: str) -> Prompt:
+    tokens = torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return Prompt(uid, tokens, TOKENIZER.decode(tokens), "t")
+
+
+def request_of(prompt: Prompt, params: SamplingParams = LONG, sample: int = 0) -> Request:
+    return Request(prompt.token_ids, params, SampleStream(STREAM, prompt.uid, sample))
+
+
+def rollout_of(prompt: Prompt, answer: Completion) -> Rollout:
+    return Rollout.single_turn(prompt, 0, answer.token_ids, answer.logprobs, answer.versions, "length")
+
+
+def assert_scored_alike(actor: FsdpEngine, rollouts: list[Rollout], temperature: float = 1.0) -> None:
+    scores = actor.forward(sequences_of(rollouts), LogProbHead(temperature))
+    for row, rollout in enumerate(rollouts):
+        assert rollout.logprobs == pytest.approx(scores.logp[row, : len(rollout.token_ids)].tolist(), abs=1e-4)
+
+
+def assert_greedy(plain: PreTrainedModel, prompt: Prompt, token_ids: list[int], max_tokens: int = 20) -> None:
+    start = torch.tensor([prompt.token_ids])
+    with torch.no_grad():
+        answer = plain.generate(start, do_sample=False, max_new_tokens=max_tokens, eos_token_id=EOS, pad_token_id=0)
+    assert list(token_ids) == answer[0, start.shape[1] :].tolist()
+
+
+async def drawn(engine: RolloutEngine, more: int) -> None:
+    """Wait until the engine has sampled so many tokens more."""
+    until = engine.stats().sampled_tokens + more
+    while engine.stats().sampled_tokens < until:
+        await asyncio.sleep(0.001)
+
+
+# --- the policy that is sampled ---------------------------------------------------------------------------------------
+
+
+def test_greedy_equals_transformers_under_changed_weights(each_pair):
+    for version in (2, 3):
+        each_pair.update(version)
+        plain = plain_copy(each_pair.actor.model)
+        for rollout in sample_rollouts(each_pair.engine, some_prompts(), GREEDY, stream=STREAM):
+            assert_greedy(plain, rollout.prompt, rollout.token_ids)
+
+
+def test_log_probs_are_the_trainers_and_versions_those_of_the_weights(each_pair):
+    for version in (2, 3):
+        each_pair.update(version)
+        rollouts = sample_rollouts(each_pair.engine, some_prompts(), SAMPLED, stream=("rollout", version))
+        assert_scored_alike(each_pair.actor, rollouts, 0.8)
+        assert {seen for rollout in rollouts for seen in rollout.versions} == {version}
+        assert all(len(rollout.versions) == len(rollout.token_ids) for rollout in rollouts)
+
+
+def test_requests_of_one_batch_are_drawn_each_in_its_own_way(pair):
+    free = SamplingParams(max_tokens=20, ignore_eos=True)
+    ways = [GREEDY, replace(free, top_k=1), replace(free, top_k=3, temperature=2.0), replace(free, top_p=1e-6)]
+    prompts, plain = some_prompts(4), plain_copy(pair.actor.model)
+    answers = run_sync(generate_all(pair.engine, map(request_of, prompts, ways)))
+    assert_greedy(plain, prompts[0], answers[0].token_ids)
+    ranks = []
+    for prompt, answer in zip(prompts, answers):
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*prompt.token_ids, *answer.token_ids]])).logits[0]
+        drawn_from = logits[len(prompt.token_ids) - 1 : -1]
+        ranks.append({int((row > row[token]).sum()) for row, token in zip(drawn_from, answer.token_ids, strict=True)})
+    assert ranks == [{0}, {0}, {0, 1, 2}, {0}]
+
+
+def test_a_stream_gives_the_same_tokens_again_and_another_one_others(pair):
+    first, again, other = (
+        [list(rollout.token_ids) for rollout in sample_rollouts(pair.engine, some_prompts(), SAMPLED, stream=("rollout", step))]
+        for step in (1, 1, 2)
+    )
+    assert first == again != other
+    assert len({tuple(tokens) for tokens in first[:4]}) > 1, "samples of a group differ"
+
+
+# --- where a response ends --------------------------------------------------------------------------------------------
+
+
+def test_end_of_text_is_kept_and_ends_the_response(pair):
+    rollouts = sample_rollouts(pair.engine, some_prompts(), SAMPLED, stream=STREAM)
+    assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
+    for rollout in rollouts:
+        ids = list(rollout.token_ids)
+        assert EOS not in ids[:-1] and (ids[-1] == EOS) == (rollout.finish_reason == "stop")
+        assert rollout.finish_reason == "stop" or len(ids) == 20
+        assert rollout.text == TOKENIZER.decode(ids, skip_special_tokens=True) and "<eos>" not in rollout.text
+    shortest = min((rollout for rollout in rollouts if rollout.finish_reason == "stop"), key=lambda one: len(one.token_ids))
+    fits = replace(SAMPLED, max_tokens=len(shortest.token_ids))
+    again = sample_rollouts(pair.engine, some_prompts(), fits, stream=STREAM)[rollouts.index(shortest)]
+    assert (list(again.token_ids), again.finish_reason) == (list(shortest.token_ids), "stop"), "not a length"
+
+
+def test_stop_strings_cut_the_text_and_keep_the_ids(pair):
+    goes_on = sample_rollouts(pair.engine, some_prompts(), replace(SAMPLED, ignore_eos=True), stream=STREAM)
+    assert all(len(rollout.token_ids) == 20 and rollout.finish_reason == "length" for rollout in goes_on)
+    stops = [max(goes_on, key=lambda rollout: len(rollout.text)).text[3:5], "9"]  # one of two tokens, one of one
+    until = replace(SAMPLED, ignore_eos=True, stop=stops)
+    num_stopped = 0
+    for rollout, whole in zip(sample_rollouts(pair.engine, some_prompts(), until, stream=STREAM), goes_on):
+        texts = [TOKENIZER.decode(whole.token_ids[: end + 1], skip_special_tokens=True) for end in range(20)]
+        ends = [end + 1 for end, text in enumerate(texts) if any(stop in text for stop in stops)]
+        assert list(rollout.token_ids) == list(whole.token_ids[: min(ends, default=20)])
+        assert rollout.finish_reason == ("stop" if ends else "length")
+        assert whole.text.startswith(rollout.text) and not any(stop in rollout.text for stop in stops)
+        num_stopped += bool(ends)
+    assert 3 < num_stopped < 20
+
+
+def test_progress_and_stats(pair):
+    seen: list[int] = []
+    before = pair.engine.stats()
+    params = replace(SAMPLED, ignore_eos=True)
+    rollouts = sample_rollouts(pair.engine, some_prompts(), params, stream=STREAM, on_done=seen.append)
+    assert [(r.prompt.uid, r.sample) for r in rollouts] == [(p.uid, s) for p in some_prompts() for s in range(4)]
+    assert sum(seen) == 20 and seen.count(0) > 10
+    stats = pair.engine.stats()
+    assert (stats.running, stats.waiting, stats.version) == (0, 0, 1)
+    assert stats.sampled_tokens - before.sampled_tokens == 400
+    assert stats.computed_tokens > before.computed_tokens
+
+
+# --- requests that come, go and come back -----------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_leaves_the_others_alone(pair):
+    prompts = some_prompts(3)
+
+    async def with_one_cancelled():
+        tasks = [asyncio.create_task(pair.engine.generate(request_of(prompt))) for prompt in prompts]
+        await drawn(pair.engine, 12)
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks[1:])
+
+    rollouts = [rollout_of(prompt, answer) for prompt, answer in zip(prompts[1:], run_sync(with_one_cancelled()))]
+    assert [len(rollout.token_ids) for rollout in rollouts] == [100, 100]
+    assert_scored_alike(pair.actor, rollouts)
+    assert_scored_alike(pair.actor, sample_rollouts(pair.engine, prompts, SAMPLED, stream=STREAM), 0.8)
+    assert pair.engine.in_hand == [] and pair.engine.stats().running == 0
+
+
+def test_aborted_requests_go_on(pair):
+    prompts = some_prompts(3)
+
+    async def abort():
+        tasks = [asyncio.create_task(pair.engine.generate(request_of(prompt))) for prompt in prompts]
+        await drawn(pair.engine, 12)
+        await pair.engine.pause("abort")
+        parts = await asyncio.gather(*tasks)
+        await pair.engine.resume()
+        rest = [
+            replace(
+                request_of(prompt, replace(LONG, max_tokens=100 - len(part.token_ids))),
+                token_ids=[*prompt.token_ids, *part.token_ids],
+                stream=SampleStream(STREAM, prompt.uid, 0, position=len(part.token_ids)),
+            )
+            for prompt, part in zip(prompts, parts)
+        ]
+        return parts, await generate_all(pair.engine, rest)
+
+    joined = []
+    for prompt, part, rest in zip(prompts, *run_sync(abort())):
+        assert part.finish_reason == "aborted" and 0 < len(part.token_ids) < 100
+        ids, logprobs = [*part.token_ids, *rest.token_ids], [*part.logprobs, *rest.logprobs]
+        assert len(ids) == 100 and rest.text == TOKENIZER.decode(ids, skip_special_tokens=True)
+        joined.append(Rollout.single_turn(prompt, 0, ids, logprobs, [1] * 100, "length"))
+    assert_scored_alike(pair.actor, joined)
+
+
+@pytest.mark.parametrize("mode", ["keep", "finish"])
+def test_nothing_is_sampled_while_paused(pair, mode):
+    first, second = some_prompts(2)
+
+    async def pause():
+        running = asyncio.create_task(pair.engine.generate(request_of(first)))
+        await drawn(pair.engine, 10)
+        await pair.engine.pause(mode)
+        at_pause = pair.engine.stats().sampled_tokens
+        late = asyncio.create_task(pair.engine.generate(request_of(second, GREEDY)))
+        await asyncio.sleep(0.2)
+        assert pair.engine.stats().sampled_tokens <= at_pause + 1  # the step that was under way may be told of late
+        assert running.done() == (mode == "finish") and not late.done()
+        await pair.engine.resume()
+        return await asyncio.gather(running, late)
+
+    answer, late = run_sync(pause())
+    assert len(answer.token_ids) == 100
+    assert_scored_alike(pair.actor, [rollout_of(first, answer)])
+    assert_greedy(plain_copy(pair.actor.model), second, late.token_ids)
+
+
+def test_sleep_and_wake_leave_answers_unchanged(pair):
+    run_sync(pair.engine.sleep())
+    run_sync(pair.engine.wake())
+    assert_scored_alike(pair.actor, sample_rollouts(pair.engine, some_prompts(), SAMPLED, stream=STREAM), 0.8)
+
+
+# --- other weights ----------------------------------------------------------------------------------------------------
+
+
+def test_a_running_request_goes_on_with_new_weights(untied_pair):
+    """Each token's log-prob is that of its own version; the head alone changes, so that the cache is right under both."""
+    actor, engine, [prompt] = untied_pair.actor, untied_pair.engine, some_prompts(1)
+    old = plain_copy(actor.model)
+
+    async def update_on_the_way():
+        task = asyncio.create_task(engine.generate(request_of(prompt)))
+        await drawn(engine, 20)
+        actor.model.load_state_dict(weights_of(1, False) | {"lm_head.weight": weights_of(5, False)["lm_head.weight"]})
+        actor.version = 5
+        await engine.load_weights(WeightUpdate(5))
+        return await task
+
+    answer = run_sync(update_on_the_way())
+    before = list(answer.versions).count(1)
+    assert list(answer.versions) == [1] * before + [5] * (100 - before) and 20 <= before < 100
+    ids, first = torch.tensor([[*prompt.token_ids, *answer.token_ids]]), len(prompt.token_ids) - 1
+    for model, part in ((old, slice(before)), (plain_copy(actor.model), slice(before, None))):
+        with torch.no_grad():
+            logp = model(ids).logits[0].log_softmax(-1)
+        expected = [float(logp[first + place, token]) for place, token in enumerate(answer.token_ids)]
+        assert list(answer.logprobs)[part] == pytest.approx(expected[part], abs=1e-4)
+
+
+def test_after_an_update_nothing_that_the_old_weights_computed_is_used(each_pair):
+    """A prompt that a running request holds in the cache is found there before the update, and read again after it."""
+    actor, engine = each_pair.actor, each_pair.engine
+    prompt = prompt_of(150, "long")
+
+    async def update_on_the_way():
+        running = asyncio.create_task(engine.generate(request_of(prompt)))
+        await drawn(engine, 5)
+        reused = engine.stats().reused_tokens
+        await engine.generate(request_of(prompt, GREEDY, sample=1))
+        assert engine.stats().reused_tokens > reused, "nothing is in the cache that could be used wrongly"
+        change(actor, 5)
+        await engine.load_weights(WeightUpdate(5))
+        assert not running.done()
+        late = await engine.generate(request_of(prompt, replace(GREEDY, ignore_eos=True), sample=2))
+        await running
+        return late
+
+    late = run_sync(update_on_the_way())
+    assert set(late.versions) == {5}
+    assert_scored_alike(actor, [rollout_of(prompt, late)])
+
+
+def test_nan_weights_are_found_and_healthy_ones_heal(pair):
+    with torch.no_grad():
+        pair.actor.model.model.norm.weight.fill_(math.nan)
+    run_sync(pair.engine.load_weights(WeightUpdate(1)))
+    with pytest.raises(NonFiniteError):
+        sample_rollouts(pair.engine, some_prompts(2), SAMPLED, stream=STREAM)
+    pair.update(1)
+    assert_scored_alike(pair.actor, sample_rollouts(pair.engine, some_prompts(), SAMPLED, stream=STREAM), 0.8)
+
+
+__all__ = [name for name in list(globals()) if name.startswith("test_") or name in ("pair", "each_pair", "untied_pair")]
