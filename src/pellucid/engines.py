@@ -7,6 +7,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from pellucid import devices
 from pellucid.config import RunConfig
 from pellucid.loading import load_policy, run_tokenizer, torch_dtype
+from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy
 from pellucid.rollout.native.decoder import SampledPolicy
@@ -49,7 +51,9 @@ def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
     def send(digests: bool) -> AbstractContextManager[WeightHandle]:
         return stored(sent_weights(config, actor, digests=digests), weight_folder(config, shares_memory=True))
 
-    replicas = ReplicaSet({"replica 0": make_replica(config)}, send, config.actor_rollout_ref.rollout.verify_weights)
+    engine = ENGINES[config.actor_rollout_ref.rollout.name]
+    replica = make_replica(config) if engine.has_processes else EngineProcess(partial(make_replica, config))
+    replicas = ReplicaSet({"replica 0": replica}, send, config.actor_rollout_ref.rollout.verify_weights)
     run_sync(replicas.load_weights(WeightUpdate(actor.version)))
     return replicas
 
@@ -129,10 +133,16 @@ def _make_vllm_replica(config: RunConfig) -> RolloutEngine:
 class _Engine:
     check: Callable[[RunConfig], None]
     make: Callable[[RunConfig], RolloutEngine]
+    has_processes: bool
+    """Whether it runs in processes of its own wherever it is made."""
 
 
 ENGINES = {
-    "native": _Engine(lambda _: None, _make_native_replica),
-    "vllm": _Engine(lambda config: check_vllm(config.actor_rollout_ref.rollout.engine_kwargs.vllm), _make_vllm_replica),
+    "native": _Engine(lambda _: None, _make_native_replica, has_processes=False),
+    "vllm": _Engine(
+        lambda config: check_vllm(config.actor_rollout_ref.rollout.engine_kwargs.vllm),
+        _make_vllm_replica,
+        has_processes=True,
+    ),
 }
 """By `rollout.name`: what checks that the engine can be had, and what makes one in the process that asks."""

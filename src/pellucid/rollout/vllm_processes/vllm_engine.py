@@ -6,12 +6,10 @@ its own, in a thread, which every call crosses into.
 """
 
 import asyncio
-import contextlib
 import itertools
 import math
 import os
 import threading
-from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +18,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pellucid.errors import NORMALISER, NonFiniteError
+from pellucid.errors import NORMALISER, NonFiniteError, RunFailedError
+from pellucid.rollout.listeners import ProgressListeners
 from pellucid.rollout.requests import (
     Completion,
     EngineStats,
     PauseMode,
-    Progress,
     Request,
     RolloutEngine,
     WeightUpdate,
@@ -70,8 +68,7 @@ class VllmRolloutEngine(RolloutEngine):
         self._tokenizer, self._eos, self._seed = tokenizer, eos_token_ids, seed
         self._running: dict[str, Request] = {}
         self._names = itertools.count()
-        self._listeners: Counter[tuple[asyncio.AbstractEventLoop, Progress]] = Counter()
-        """Progress callbacks with the loop they belong to, each with the number of its requests that are under way."""
+        self._listeners = ProgressListeners()
         self._stats = EngineStats()
         self._version, self._paused = 0, False
         for name, value in _ENVIRONMENT.items():
@@ -113,7 +110,7 @@ class VllmRolloutEngine(RolloutEngine):
         try:
             await asyncio.wait({task, asyncio.wrap_future(self._death)}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() or (task.exception() is not None and self._llm.errored):
-                raise RuntimeError("vLLM's engine has died; what it wrote stands above")
+                raise RunFailedError("vLLM's engine has died; what it wrote stands above")
             return task.result()
         finally:
             task.cancel()
@@ -130,17 +127,8 @@ class VllmRolloutEngine(RolloutEngine):
 
     async def generate(self, request: Request) -> Completion:
         """Answer a request together with all others that are under way."""
-        if request.on_progress is None:
+        with self._listeners.hearing(request):
             return await self._there(self._generate(request))
-        listener = asyncio.get_running_loop(), request.on_progress
-        self._listeners[listener] += 1
-        try:
-            answer = await self._there(self._generate(request))
-        finally:
-            self._listeners[listener] -= 1
-            self._listeners += Counter()  # drops those that are at zero
-        request.on_progress(1)
-        return answer
 
     async def _generate(self, request: Request) -> Completion:
         name = f"{request.stream.name} turn {request.stream.turn} request {next(self._names)}"
@@ -226,9 +214,7 @@ class VllmRolloutEngine(RolloutEngine):
 
     def _record(self, numbers: EngineStats) -> None:
         self._stats = numbers
-        for loop, listener in list(self._listeners):
-            with contextlib.suppress(RuntimeError):  # its last request ended, and the loop with it
-                loop.call_soon_threadsafe(listener, 0)
+        self._listeners.tell()
 
     def stats(self) -> EngineStats:
         """Return what the engine does at this moment."""

@@ -1,0 +1,249 @@
+"""A rollout engine in a process of its own on this host, so that it samples while the trainer trains.
+
+`EngineProcess` is the trainer's side: calls go through a pipe to the process, which makes the engine and answers each
+call as it ends. What travels are requests, answers and numbers; weights come through a transport.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pellucid.errors import RunFailedError
+from pellucid.rollout.listeners import ProgressListeners
+from pellucid.rollout.requests import (
+    Completion,
+    EngineStats,
+    PauseMode,
+    Request,
+    RolloutEngine,
+    Trajectory,
+    WeightUpdate,
+)
+
+BEAT_S, LEAVE_S = 0.1, 10.0
+"""How often the process says that decoding goes on, and how long it may take to end."""
+
+
+class EngineProcess(RolloutEngine):
+    """The trainer's side of an engine that runs in a process of its own; any thread or event loop may call it."""
+
+    def __init__(self, make: Callable[[], RolloutEngine]) -> None:
+        """Start a process and let it make the engine, by a function that can be pickled.
+
+        Raises:
+            Exception: whatever `make` raises.
+        """
+        self._connection, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "pellucid.rollout.engine_process", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[Any]] = {}
+        self._num_calls = 0
+        self._running: dict[int, Request] = {}
+        self._listeners, self._stats = ProgressListeners(), EngineStats()
+        threading.Thread(target=self._listen, name="rollout engine", daemon=True).start()
+        self._connection.send((sys.path, torch.get_num_threads()))
+        try:
+            self._start("make", make)[1].result()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, method: str, *arguments: Any) -> "tuple[int, Future[Any]]":
+        """Send a call and return its number and what will have its result."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._num_calls += 1
+            number = self._num_calls
+            self._calls[number] = answer
+            try:
+                self._connection.send((number, method, arguments))
+            except OSError:
+                self._fail()
+        return number, answer
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        number, answer = self._start(method, *arguments)
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            with self._lock:
+                if self._calls.pop(number, None) is not None:
+                    self._connection.send((number, "cancel", ()))
+            raise
+
+    def _listen(self) -> None:
+        """Hear what the process answers until it ends."""
+        try:
+            while True:
+                number, value, error, self._stats = self._connection.recv()
+                if number is None:
+                    self._listeners.tell()
+                    continue
+                with self._lock:
+                    answer = self._calls.pop(number, None)
+                if answer is not None:  # it was not cancelled meanwhile
+                    answer.set_result(value) if error is None else answer.set_exception(error)
+        except (EOFError, OSError):
+            with self._lock:
+                self._fail()
+
+    def _fail(self) -> None:
+        """Tell all who wait that the process has ended."""
+        calls, self._calls = self._calls, {}
+        status = self._process.wait(LEAVE_S)
+        for answer in calls.values():
+            answer.set_exception(RunFailedError(f"the rollout engine's process has died (exit status {status})"))
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Nothing: the model is in another process."""
+        return ()
+
+    @property
+    def in_hand(self) -> list[str]:
+        """Names of the trajectories that are being decoded at this moment."""
+        return [request.stream.name for request in list(self._running.values())]
+
+    async def generate(self, request: Request) -> Completion:
+        """Answer a request together with all others that are under way."""
+        self._running[id(request)] = request
+        try:
+            with self._listeners.hearing(request):
+                return await self._call("generate", replace(request, on_progress=None))
+        finally:
+            del self._running[id(request)]
+
+    async def release(self, trajectory: Trajectory) -> None:
+        """Forget the cache kept for a trajectory."""
+        await self._call("release", trajectory)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Take over the weights that a transport delivers."""
+        await self._call("load_weights", update)
+
+    async def pause(self, requests: PauseMode) -> None:
+        """Stop decoding until `resume`."""
+        await self._call("pause", requests)
+
+    async def resume(self) -> None:
+        """Go on with the requests that wait."""
+        await self._call("resume")
+
+    async def sleep(self) -> None:
+        """Give the cache's memory back."""
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        await self._call("wake")
+
+    async def start_profile(self, folder: Path) -> None:
+        """Record a trace of the process."""
+        await self._call("start_profile", folder)
+
+    async def stop_profile(self) -> list[Path]:
+        """End the trace and return its files."""
+        return await self._call("stop_profile")
+
+    def stats(self) -> EngineStats:
+        """Return what the process last said of itself."""
+        return self._stats
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            self._start("close")
+            try:
+                self._process.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+class _Host:
+    """The process's side: makes the engine, and answers calls to it until the other side is gone."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._engine: RolloutEngine | None = None
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._told_at = 0.0
+
+    async def serve(self) -> None:
+        """Answer calls until the trainer's process has closed its end, or has ended."""
+        over = asyncio.Event()
+
+        def receive() -> None:
+            try:
+                while self._connection.poll():
+                    number, method, arguments = self._connection.recv()
+                    if method == "close":
+                        over.set()
+                    elif method != "cancel":
+                        task = self._tasks[number] = asyncio.create_task(self._call(method, *arguments))
+                        task.add_done_callback(partial(self._answer, number))
+                    elif number in self._tasks:
+                        self._tasks[number].cancel()
+            except (EOFError, OSError):
+                over.set()
+
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), receive)
+        await over.wait()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if self._engine is None:
+            [make] = arguments
+            self._engine = make()
+        elif method == "generate":
+            return await self._engine.generate(replace(arguments[0], on_progress=self._beat))
+        else:
+            return await getattr(self._engine, method)(*arguments)
+
+    def _answer(self, number: int, task: "asyncio.Task[Any]") -> None:
+        del self._tasks[number]
+        if task.cancelled():
+            return
+        error = task.exception()
+        try:
+            self._send(number, None if error else task.result(), error)
+        except (pickle.PicklingError, TypeError, AttributeError):  # the error holds what cannot travel
+            self._send(number, None, RunFailedError(f"the rollout engine failed: {type(error).__name__}: {error}"))
+
+    def _beat(self, _: int) -> None:
+        if time.monotonic() - self._told_at > BEAT_S:
+            self._send(None, None, None)
+
+    def _send(self, number: int | None, value: Any, error: BaseException | None) -> None:
+        self._told_at = time.monotonic()
+        stats = EngineStats() if self._engine is None else self._engine.stats()
+        self._connection.send((number, value, error, stats))
+
+
+def main() -> None:
+    """Serve the engine over the pipe whose file descriptor the command line names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's: it ends this process when it is done
+    connection = Connection(int(sys.argv[1]))
+    sys.path[:], num_threads = connection.recv()
+    torch.set_num_threads(num_threads)
+    asyncio.run(_Host(connection).serve())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
