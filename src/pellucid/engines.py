@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -102,11 +103,11 @@ def _make_native_replica(config: RunConfig) -> RolloutEngine:
     return make_native_engine(config, policy, policy.take_weights, run_tokenizer(config))
 
 
-def _make_vllm_replica(config: RunConfig) -> RolloutEngine:
-    from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
-
+def vllm_options(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AsyncEngineArgs` that the config stands for."""
     model, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     own = {
+        "model": model_folder(model.path),
         "dtype": section.dtype,
         "max_model_len": section.max_model_len or section.prompt_length + section.response_length,
         "max_num_seqs": section.max_num_seqs,
@@ -119,14 +120,17 @@ def _make_vllm_replica(config: RunConfig) -> RolloutEngine:
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": model.override_config,
     }
-    tokenizer = run_tokenizer(config)
-    return VllmRolloutEngine(
-        model_folder(model.path),
-        tokenizer,
-        response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code),
-        seed=section.seed,
-        options=own | section.engine_kwargs.vllm,
-    )
+    return own | section.engine_kwargs.vllm
+
+
+def _make_vllm_replica(config: RunConfig) -> RolloutEngine:
+    from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
+    from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
+
+    model, tokenizer = config.actor_rollout_ref.model, run_tokenizer(config)
+    ends = response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
+    start, seed = partial(OwnVllm.start, vllm_options(config)), config.actor_rollout_ref.rollout.seed
+    return VllmRolloutEngine(start, tokenizer, ends, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

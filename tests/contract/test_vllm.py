@@ -4,6 +4,7 @@ It needs an environment with vLLM: `make test-vllm` makes one. Each output head 
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import UserError
 from pellucid.rollout.transports import WeightsDifferError
 from pellucid.rollout.vllm_processes import check_vllm
+from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
 from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
 from pellucid.rollout.vllm_processes.weight_receiver import WeightReceiver
 from pellucid.training.fsdp import FsdpEngine
@@ -54,11 +56,12 @@ class SpoiledEngine(VllmRolloutEngine):
     """An engine whose workers do what a test asks."""
 
     def ask_workers(self, method: str, *args: Any) -> None:
-        self._wait(self._llm.collective_rpc(method, args=args))
+        self._wait(self._vllm.call_workers(method, *args))
 
 
 def start(actor: FsdpEngine, folder: Path) -> Pair:
-    return replicated(actor, SpoiledEngine(str(folder_of(actor, folder)), TOKENIZER, [EOS], seed=0, options=OPTIONS))
+    options = OPTIONS | {"model": str(folder_of(actor, folder))}
+    return replicated(actor, SpoiledEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0))
 
 
 def vllms() -> set[psutil.Process]:

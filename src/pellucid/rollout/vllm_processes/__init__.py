@@ -1,5 +1,5 @@
-"""The rollout engine vLLM: `vllm_engine.py` speaks the protocol in the trainer's process, `weight_receiver.py` runs in
-vLLM's own.
+"""The rollout engine vLLM: `vllm_engine.py` speaks the protocol in the trainer's process, `own_vllm.py` starts vLLM's
+processes, and `weight_receiver.py` runs in them.
 """
 
 import dataclasses

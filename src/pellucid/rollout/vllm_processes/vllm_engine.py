@@ -1,19 +1,17 @@
-"""vLLM as a rollout engine: requests go to its engine core, which runs in a process of its own, weights come to it
-through a transport.
+"""vLLM as a rollout engine: what it does is the same in processes of its own on this host and behind an address.
 
-Its `AsyncLLM` belongs to one event loop, and callers come from loops that last as long as a stage; so it has a loop of
-its own, in a thread, which every call crosses into.
+Both belong to one event loop, and callers come from loops that last as long as a stage; so there is a loop of its own,
+in a thread, which every call crosses into.
 """
 
 import asyncio
 import itertools
 import math
-import os
 import threading
-from collections.abc import Coroutine
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -34,36 +32,83 @@ from pellucid.seeding import derive_seed
 from pellucid.training.common.models import decode
 
 Result = TypeVar("Result")
+Record = Callable[[EngineStats], None]
+FinishReason = Literal["stop", "length", "aborted"]
 WATCH_EVERY_S = 0.5
-_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it takes the cores that the trainer computes on for its own
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads, which a fork would lose
-}
-_MODES = {"finish": "wait", "keep": "keep", "abort": "abort"}
-"""What vLLM calls the ways to pause."""
+PAUSE_MODES = {"finish": "wait", "keep": "keep", "abort": "abort"}
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+"""vLLM's words for ours, and ours for vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What vLLM answers to a request. Lists are [L] over the tokens that it drew."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+class Vllm(Protocol):
+    """vLLM, wherever it runs; all is called in one event loop."""
+
+    @property
+    def gone(self) -> str:
+        """Why it cannot be used any more; empty while it can."""
+        ...
+
+    async def draw(self, name: str, token_ids: list[int], params: dict[str, Any], priority: int) -> Drawn:
+        """Continue a sequence, with arguments of vLLM's `SamplingParams`; the lowest priority comes first."""
+        ...
+
+    async def pause(self, requests: PauseMode) -> None:
+        """Stop decoding, as `RolloutEngine.pause` says."""
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+
+    async def call_workers(self, method: str, *args: str | bool) -> list[Any]:
+        """Call a method of `WeightReceiver` in each worker, and return what each one returns."""
+        ...
+
+    async def forget_cache(self) -> bool:
+        """Drop what was computed, of running requests, too; return whether that was done."""
+        ...
+
+    async def set_version(self, version: int) -> None:
+        """Say which version the weights have that the next token is drawn from."""
+
+    async def sleep(self) -> None:
+        """Give the device's memory back, the weights go to the host's; nothing on a CPU, where vLLM cannot."""
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+
+    async def look(self) -> None:
+        """See how it is doing; called every `WATCH_EVERY_S`."""
+
+    async def close(self) -> None:
+        """Let go of it."""
 
 
 class VllmRolloutEngine(RolloutEngine):
-    """Samples with vLLM, in processes of its own on this host.
+    """Samples with vLLM.
 
     Args:
-        model: folder with the model's config and tokenizer; its weights are what the first update brings.
+        start: returns vLLM, which tells the callback of its numbers; its weights are what the first update brings.
         tokenizer: decodes answers.
         eos_token_ids: ids that end a response.
         seed: the run's seed.
-        options: arguments of vLLM's `AsyncEngineArgs`.
     """
 
     def __init__(
         self,
-        model: str,
+        start: Callable[[Record], Coroutine[Any, Any, Vllm]],
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: list[int],
         *,
         seed: int,
-        options: dict[str, Any],
     ) -> None:
         self._tokenizer, self._eos, self._seed = tokenizer, eos_token_ids, seed
         self._running: dict[str, Request] = {}
@@ -71,46 +116,28 @@ class VllmRolloutEngine(RolloutEngine):
         self._listeners = ProgressListeners()
         self._stats = EngineStats()
         self._version, self._paused = 0, False
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-        self._llm = self._wait(self._start(model, options))
+        self._vllm = self._wait(start(self._record))
         self._death = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
-
-    async def _start(self, model: str, options: dict[str, Any]) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from pellucid.rollout.vllm_processes.engine_numbers import EngineNumbers
-
-        own = {
-            "load_format": "dummy",  # the trainer's follow at once
-            "logprobs_mode": "processed_logprobs",
-            "scheduling_policy": "priority",
-            "disable_log_stats": True,  # of vLLM's own loggers; the numbers come all the same
-            "enable_logging_iteration_details": True,  # to them
-            "worker_extension_cls": "pellucid.rollout.vllm_processes.weight_receiver.WeightReceiver",
-        }
-        arguments = AsyncEngineArgs(model, **own | options)
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: EngineNumbers(self._record)])
 
     def _wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _watch(self) -> None:
-        """Return when the engine core is dead: those who wait for it at that moment are not told by vLLM."""
-        while not self._llm.errored:
+        """Return when vLLM is gone: those who wait for it at that moment may not be told otherwise."""
+        while not self._vllm.gone:
             await asyncio.sleep(WATCH_EVERY_S)
+            await self._vllm.look()
 
     async def _there(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in vLLM's loop."""
         task = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
         try:
             await asyncio.wait({task, asyncio.wrap_future(self._death)}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() or (task.exception() is not None and self._llm.errored):
-                raise RunFailedError("vLLM's engine has died; what it wrote stands above")
+            if not task.done() or (task.exception() is not None and self._vllm.gone):
+                raise RunFailedError(self._vllm.gone)
             return task.result()
         finally:
             task.cancel()
@@ -134,44 +161,33 @@ class VllmRolloutEngine(RolloutEngine):
         name = f"{request.stream.name} turn {request.stream.turn} request {next(self._names)}"
         self._running[name] = request
         try:
-            prompt = {"prompt_token_ids": list(request.token_ids)}
-            answers = self._llm.generate(prompt, self._params(request), name, priority=-request.priority)
-            [last] = [answer async for answer in answers]
+            drawn = await self._vllm.draw(name, list(request.token_ids), self._params(request), -request.priority)
         finally:
             del self._running[name]
-        return self._completion(request, last.outputs[0])
+        return self._completion(request, drawn)
 
-    def _params(self, request: Request) -> Any:
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
+    def _params(self, request: Request) -> dict[str, Any]:
         params, stream = request.params, request.stream
-        return VllmParams(
-            temperature=params.temperature if params.do_sample else 0.0,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_tokens=params.max_tokens,
-            stop=params.stop or None,
-            stop_token_ids=None if params.ignore_eos else self._eos,
-            ignore_eos=params.ignore_eos,
-            logprobs=0,
-            seed=derive_seed(self._seed, *stream.run, stream.uid, stream.sample, stream.turn, stream.position),
-            detokenize=bool(params.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return {
+            "temperature": params.temperature if params.do_sample else 0.0,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "max_tokens": params.max_tokens,
+            "stop": params.stop,
+            "stop_token_ids": [] if params.ignore_eos else self._eos,
+            "ignore_eos": params.ignore_eos,
+            "logprobs": 0,
+            "seed": derive_seed(self._seed, *stream.run, stream.uid, stream.sample, stream.turn, stream.position),
+            "detokenize": bool(params.stop),
+        }
 
-    def _completion(self, request: Request, output: Any) -> Completion:
-        token_ids = list(output.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs or [], strict=True)]
-        bad = next((value for value in logprobs if not math.isfinite(value)), None)
+    def _completion(self, request: Request, drawn: Drawn) -> Completion:
+        bad = next((value for value in drawn.logprobs if not math.isfinite(value)), None)
         if bad is not None:
             raise NonFiniteError(NORMALISER, bad, [0])
-        spans = output.weight_versions or []
-        versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
-        reason = "aborted" if output.finish_reason == "abort" else output.finish_reason
-        answer = [*request.token_ids[len(request.token_ids) - request.stream.position :], *token_ids]
+        answer = [*request.token_ids[len(request.token_ids) - request.stream.position :], *drawn.token_ids]
         text = cut_at_stop(decode(self._tokenizer, answer, skip_special=True), request.params.stop)
-        return Completion(token_ids, logprobs, versions, reason, text)
+        return Completion(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.finish_reason, text)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take over the trainer's weights between two tokens; running requests go on with them."""
@@ -180,37 +196,37 @@ class VllmRolloutEngine(RolloutEngine):
     async def _load_weights(self, update: WeightUpdate) -> None:
         assert update.handle is not None, "vLLM gets its weights through a transport"
         if not self._paused:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._vllm.pause("keep")
         try:
-            found = await self._llm.collective_rpc("take_weights", args=(update.handle.to_json(), update.verify))
+            found = await self._vllm.call_workers("take_weights", update.handle.to_json(), update.verify)
             if (difference := next(filter(None, found), None)) is not None:
                 raise WeightsDifferError(*difference)
             # Of running requests, too: they hold blocks that later ones would share, and read theirs again.
-            if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            if not await self._vllm.forget_cache():
                 raise RuntimeError("vLLM kept what it computed with the old weights")
-            await self._llm.update_weight_version(str(update.version))
+            await self._vllm.set_version(update.version)
         finally:
             if not self._paused:
-                await self._llm.resume_generation()
+                await self._vllm.resume()
         self._version = update.version
 
     async def pause(self, requests: PauseMode) -> None:
         """Stop decoding until `resume`."""
-        await self._there(self._llm.pause_generation(mode=_MODES[requests], clear_cache=False))
+        await self._there(self._vllm.pause(requests))
         self._paused = True
 
     async def resume(self) -> None:
         """Go on with the requests that wait."""
         self._paused = False
-        await self._there(self._llm.resume_generation())
+        await self._there(self._vllm.resume())
 
     async def sleep(self) -> None:
-        """Give the device's memory back, the weights go to the host's; nothing on a CPU, where vLLM cannot."""
-        await self._there(self._llm.sleep(level=1))
+        """Give the device's memory back."""
+        await self._there(self._vllm.sleep())
 
     async def wake(self) -> None:
         """Undo `sleep`."""
-        await self._there(self._llm.wake_up())
+        await self._there(self._vllm.wake())
 
     def _record(self, numbers: EngineStats) -> None:
         self._stats = numbers
@@ -229,14 +245,14 @@ class VllmRolloutEngine(RolloutEngine):
         return []
 
     def close(self) -> None:
-        """End vLLM's processes, and the thread that spoke with them."""
+        """Let go of vLLM, and end the thread that spoke with it."""
         self._wait(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     async def _end(self) -> None:
-        self._llm.shutdown()
+        await self._vllm.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

@@ -1,0 +1,95 @@
+"""vLLM in processes of its own on this host: its engine core, and the workers that this starts."""
+
+import os
+from typing import Any, Self
+
+from pellucid.rollout.requests import PauseMode
+from pellucid.rollout.vllm_processes.vllm_engine import FINISH_REASONS, PAUSE_MODES, Drawn, Record, Vllm
+
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it takes the cores that the trainer computes on for its own
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
+}
+ARGUMENTS = {
+    "load_format": "dummy",  # the trainer's weights follow at once
+    "logprobs_mode": "processed_logprobs",
+    "scheduling_policy": "priority",
+    "worker_extension_cls": "pellucid.rollout.vllm_processes.weight_receiver.WeightReceiver",
+}
+"""What Pellucid needs of vLLM, in processes of its own and on a server."""
+
+
+class OwnVllm(Vllm):
+    """vLLM's `AsyncLLM`."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    @classmethod
+    async def start(cls, options: dict[str, Any], record: Record) -> Self:
+        """Start vLLM with arguments of its `AsyncEngineArgs`; `record` is told of its numbers."""
+        for name, value in (ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}).items():
+            os.environ.setdefault(name, value)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from pellucid.rollout.vllm_processes.engine_numbers import EngineNumbers
+
+        numbers = {
+            "disable_log_stats": True,  # of vLLM's own loggers; the numbers come all the same
+            "enable_logging_iteration_details": True,  # to them
+        }
+        arguments = AsyncEngineArgs(**ARGUMENTS | numbers | options)
+        return cls(AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: EngineNumbers(record)]))
+
+    @property
+    def gone(self) -> str:
+        """Why it cannot be used any more."""
+        return "vLLM's engine has died; what it wrote stands above" if self._llm.errored else ""
+
+    async def draw(self, name: str, token_ids: list[int], params: dict[str, Any], priority: int) -> Drawn:
+        """Continue a sequence."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        asked = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+        answers = self._llm.generate({"prompt_token_ids": token_ids}, asked, name, priority=priority)
+        [last] = [answer async for answer in answers]
+        [output] = last.outputs
+        logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs or [], strict=True)]
+        spans = output.weight_versions or []
+        versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+        return Drawn(list(output.token_ids), logprobs, versions, FINISH_REASONS[output.finish_reason])
+
+    async def pause(self, requests: PauseMode) -> None:
+        """Stop decoding."""
+        await self._llm.pause_generation(mode=PAUSE_MODES[requests], clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+        await self._llm.resume_generation()
+
+    async def call_workers(self, method: str, *args: str | bool) -> list[Any]:
+        """Call a method of `WeightReceiver` in each worker."""
+        return await self._llm.collective_rpc(method, args=args)
+
+    async def forget_cache(self) -> bool:
+        """Drop what was computed."""
+        return await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def set_version(self, version: int) -> None:
+        """Label the tokens to come."""
+        await self._llm.update_weight_version(str(version))
+
+    async def sleep(self) -> None:
+        """Give the device's memory back."""
+        await self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        await self._llm.wake_up()
+
+    async def close(self) -> None:
+        """End the processes."""
+        self._llm.shutdown()
