@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pellucid import devices
 from pellucid.config import RunConfig
+from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.loading import load_policy, run_tokenizer, torch_dtype
 from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.native import NativeRolloutEngine
@@ -54,9 +55,15 @@ def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
 
     engine = ENGINES[config.actor_rollout_ref.rollout.name]
     replica = make_replica(config) if engine.has_processes else EngineProcess(partial(make_replica, config))
-    replicas = ReplicaSet({"replica 0": replica}, send, config.actor_rollout_ref.rollout.verify_weights)
+    section = config.actor_rollout_ref.rollout
+    replicas = ReplicaSet({"replica 0": replica}, send, section.verify_weights, longest_request(section))
     run_sync(replicas.load_weights(WeightUpdate(actor.version)))
     return replicas
+
+
+def longest_request(section: RolloutConfig) -> int:
+    """Return how many tokens an engine makes room for in a request and its answer."""
+    return section.max_model_len or section.prompt_length + section.response_length
 
 
 def sent_weights(config: RunConfig, actor: FsdpEngine, *, digests: bool) -> Iterator[WeightBucket]:
@@ -109,7 +116,7 @@ def vllm_options(config: RunConfig) -> dict[str, Any]:
     own = {
         "model": model_folder(model.path),
         "dtype": section.dtype,
-        "max_model_len": section.max_model_len or section.prompt_length + section.response_length,
+        "max_model_len": longest_request(section),
         "max_num_seqs": section.max_num_seqs,
         "max_num_batched_tokens": section.max_num_batched_tokens,
         "tensor_parallel_size": section.tensor_model_parallel_size,

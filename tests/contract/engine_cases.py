@@ -9,7 +9,8 @@ that it starts from.
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,11 +35,12 @@ from pellucid.rollout.requests import (
     generate_all,
     run_sync,
 )
-from pellucid.rollout.transports import stored
+from pellucid.rollout.transports import WeightHandle, WeightsDifferError, stored
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import BUILTIN_FOLDER, init_model, load_model, load_tokenizer
 from pellucid.training.common.packing import sequences_of
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.protocol import WeightBucket
 from pellucid.types import Prompt, Rollout
 
 Head = Literal["tied", "untied"]
@@ -59,6 +61,8 @@ class Pair:
 
     actor: FsdpEngine
     engine: RolloutEngine
+    sender: "Sender | None" = None
+    """What brings the weights; None where they are the trainer's own."""
 
     def update(self, version: int) -> None:
         """Give the trainer other weights, as an optimizer step does, and the engine these."""
@@ -92,11 +96,24 @@ def trainer_of(head: Head) -> FsdpEngine:
     return actor
 
 
+class Sender:
+    """Sends a trainer's weights, each tensor in a bucket of its own, through `spoil` where a fault on the way is planted."""
+
+    def __init__(self, actor: FsdpEngine) -> None:
+        self._actor = actor
+        self.spoil: Callable[[list[WeightBucket]], Iterable[WeightBucket]] = list
+
+    def send(self, digests: bool) -> AbstractContextManager[WeightHandle]:
+        buckets = [replace(one, tensors=dict(one.tensors)) for one in self._actor.weights(1, digests=digests)]
+        return stored(self.spoil(buckets))
+
+
 def replicated(actor: FsdpEngine, replica: RolloutEngine) -> Pair:
-    """Return a replica that gets the weights of `actor` through a transport, in small buckets, each update checked."""
-    engine = ReplicaSet({"replica 0": replica}, lambda digests: stored(actor.weights(1 << 14, digests=digests)), "always")
+    """Return a replica that gets the weights of `actor` through a transport, each update checked."""
+    sender = Sender(actor)
+    engine = ReplicaSet({"replica 0": replica}, sender.send, "always", max_tokens=256)
     run_sync(engine.load_weights(WeightUpdate(actor.version)))
-    return Pair(actor, engine)
+    return Pair(actor, engine, sender)
 
 
 def each_served_once(start: Callable[[FsdpEngine], Pair]) -> Iterator[Callable[[Head], Pair]]:
@@ -412,6 +429,45 @@ def test_nan_weights_are_found_and_healthy_ones_heal(pair):
         sample_rollouts(pair.engine, some_prompts(2), SAMPLED, stream=STREAM)
     pair.update(1)
     assert_scored_alike(pair.actor, sample_rollouts(pair.engine, some_prompts(), SAMPLED, stream=STREAM), 0.8)
+
+
+# --- faults on the way ------------------------------------------------------------------------------------------------
+
+UP, GATE, NORM = (f"model.layers.1.{name}.weight" for name in ("mlp.up_proj", "mlp.gate_proj", "input_layernorm"))
+
+
+def lose(name: str) -> Callable[[list[WeightBucket]], list[WeightBucket]]:
+    return lambda buckets: [bucket for bucket in buckets if name not in bucket.tensors]
+
+
+def swap(buckets: list[WeightBucket]) -> list[WeightBucket]:
+    [up], [gate] = ([bucket.tensors for bucket in buckets if name in bucket.tensors] for name in (UP, GATE))
+    up[UP], gate[GATE] = gate[GATE], up[UP]
+    return buckets
+
+
+def round_to_bf16(buckets: list[WeightBucket]) -> list[WeightBucket]:
+    for bucket in buckets:
+        if UP in bucket.tensors:
+            bucket.tensors[UP] = bucket.tensors[UP].bfloat16().float()
+    return buckets
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [(lose(UP), UP), (lose(NORM), NORM), (lose("lm_head.weight"), "lm_head.weight"), (swap, f"{GATE}|{UP}"), (round_to_bf16, UP)],
+    ids=["lost", "lost norm", "lost head", "swapped", "rounded"],
+)
+def test_weights_that_do_not_arrive_as_they_were_sent_are_named(untied_pair, spoil, named):
+    sender = untied_pair.sender
+    if sender is None:
+        pytest.skip("the weights are the trainer's own")
+    sender.spoil = spoil
+    with pytest.raises(WeightsDifferError, match=f"replica 0's '({named})' has"):
+        untied_pair.update(2)
+    sender.spoil = list
+    untied_pair.update(2)
+    assert_scored_alike(untied_pair.actor, sample_rollouts(untied_pair.engine, some_prompts(), SAMPLED, stream=STREAM), 0.8)
 
 
 __all__ = [name for name in list(globals()) if name.startswith("test_") or name in ("pair", "each_pair", "untied_pair")]

@@ -83,6 +83,15 @@ def test_a_stale_output_head_is_found(pair):
     replica.ask_workers("leave_head_stale", False)
 
 
+def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
+    async def keep() -> bool:
+        return True
+
+    monkeypatch.setattr(pair.engine.replicas["replica 0"]._vllm, "forget_cache", keep)
+    with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache' has 128 tokens that the old weights computed"):
+        pair.update(2)
+
+
 def test_arguments_are_checked_against_vllms_own():
     check_vllm({"kv_cache_memory_bytes": 1})
     with pytest.raises(UserError, match="Did you mean 'max_num_seqs'"):

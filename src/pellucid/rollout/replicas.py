@@ -6,13 +6,14 @@ The trainer calls it as it calls an engine; the replicas are engines in processe
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from pellucid.errors import NonFiniteError
 from pellucid.rollout.requests import (
     Completion,
     EngineStats,
@@ -20,11 +21,16 @@ from pellucid.rollout.requests import (
     Request,
     RolloutEngine,
     RunStream,
+    SampleStream,
+    SamplingParams,
     Trajectory,
     WeightUpdate,
 )
 from pellucid.rollout.transports import Verify, WeightHandle, WeightsDifferError, is_verified
 
+NUM_PROBED = 160
+"""Tokens of the request that looks for a stale cache: more than a block of any engine's cache holds."""
+_ONE_TOKEN, _FIRST = SamplingParams(max_tokens=1, do_sample=False), 1 << 30
 NUM_REMEMBERED = 100_000
 """Groups whose replica is remembered; of one that is forgotten, later turns begin with an empty cache."""
 
@@ -37,6 +43,7 @@ class ReplicaSet(RolloutEngine):
         send: puts the trainer's weights where the replicas can read them, for the time of a `with` block; its argument
             says whether with digests.
         verify: which updates the replicas compare with what they serve.
+        max_tokens: the longest request that a replica has room for; 0 leaves their caches unchecked.
     """
 
     def __init__(
@@ -44,8 +51,11 @@ class ReplicaSet(RolloutEngine):
         replicas: Mapping[str, RolloutEngine],
         send: Callable[[bool], AbstractContextManager[WeightHandle]],
         verify: Verify = "first",
+        max_tokens: int = 0,
     ) -> None:
         self.replicas, self._send = dict(replicas), send
+        self._probe = [0] * min(NUM_PROBED, max_tokens - 1)
+        self._paused = False
         self._verify: Verify = verify
         self._num_updates = 0
         self._running = Counter[str]()
@@ -92,14 +102,34 @@ class ReplicaSet(RolloutEngine):
             WeightsDifferError: a replica serves other weights, or another version.
         """
         verify, began = is_verified(self._verify, self._num_updates), perf_counter()
+        # A cache can be stale from the second update on.
+        probed = self._num_updates > 0 and is_verified(self._verify, self._num_updates - 1) and not self._paused
+        if probed:
+            await self._all(self._probe_cache)
         with self._send(verify) as handle:
             await self._all(lambda engine: engine.load_weights(replace(update, handle=handle, verify=verify)))
             self.sync_bytes += handle.num_bytes
         for name, engine in self.replicas.items():
             if (served := engine.stats().version) != update.version:
                 raise WeightsDifferError("policy version", str(update.version), str(served), name)
+        if probed:
+            await self._all(lambda engine: self._probe_cache(engine, update.version))
         self._num_updates += 1
         self.sync_s += perf_counter() - began
+
+    async def _probe_cache(self, engine: RolloutEngine, version: int | None = None) -> None:
+        """Ask a replica for a token, and hold it against it when it finds the question in its cache under `version`.
+
+        Weights that are NaN are told of by those who sample.
+        """
+        if not self._probe:
+            return
+        request = Request(self._probe, _ONE_TOKEN, SampleStream(("probe",), "cache", 0), _FIRST)
+        with suppress(NonFiniteError):
+            answer = await engine.generate(request)
+            if version is not None and answer.reused_tokens:
+                found = f"{answer.reused_tokens} tokens that the old weights computed"
+                raise WeightsDifferError("prefix cache", f"version {version}", found)
 
     async def _all(self, call: Callable[[RolloutEngine], Awaitable[object]]) -> None:
         """Await a call to each replica, all at once."""
@@ -115,9 +145,11 @@ class ReplicaSet(RolloutEngine):
     async def pause(self, requests: PauseMode) -> None:
         """Stop decoding until `resume`."""
         await self._all(lambda engine: engine.pause(requests))
+        self._paused = True
 
     async def resume(self) -> None:
         """Go on with the requests that wait."""
+        self._paused = False
         await self._all(lambda engine: engine.resume())
 
     async def sleep(self) -> None:

@@ -103,6 +103,8 @@ class Completion:
     finish_reason: Literal["stop", "length", "aborted"]
     text: str
     """The whole answer from its position 0 on, without special tokens and cut before a stop string."""
+    reused_tokens: int = 0
+    """Tokens before the answer that the engine found in its cache, where it says so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from pellucid.training.protocol import WeightBucket
 SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 1 << 28
 Verify = Literal["first", "always", "off"]
+NOT_ARRIVED = ("nothing that arrived", "its old value")
+"""What was sent of a tensor, and what an engine has, where its bucket is lost."""
 
 
 class WeightsDifferError(RuntimeError):
@@ -52,15 +54,19 @@ def load_buckets(buckets: Iterable[WeightBucket], own: dict[str, torch.Tensor], 
             another.
 
     Raises:
-        WeightsDifferError: the digest of a tensor is not the sent one.
+        WeightsDifferError: the digest of a tensor is not the sent one, or one did not arrive.
     """
+    missing = dict.fromkeys(own)
     for bucket in buckets:
         for name, tensor in bucket.tensors.items():
             own[name].copy_(tensor)
+            del missing[name]
             if verify:
                 held = tensor_digest(own[name] if own[name].dtype == tensor.dtype else tensor)
                 if held != bucket.digests[name]:
                     raise WeightsDifferError(name, bucket.digests[name], f"digest {held}")
+    for name in missing:
+        raise WeightsDifferError(name, *NOT_ARRIVED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class OwnVllm(Vllm):
         logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs or [], strict=True)]
         spans = output.weight_versions or []
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
-        return Drawn(list(output.token_ids), logprobs, versions, FINISH_REASONS[output.finish_reason])
+        reason, reused_tokens = FINISH_REASONS[output.finish_reason], last.num_cached_tokens or 0
+        return Drawn(list(output.token_ids), logprobs, versions, reason, reused_tokens)
 
     async def pause(self, requests: PauseMode) -> None:
         """Stop decoding."""

@@ -48,6 +48,8 @@ class Drawn:
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    reused_tokens: int = 0
+    """Tokens before them that were found in the cache, where it says so."""
 
 
 class Vllm(Protocol):
@@ -187,7 +189,8 @@ class VllmRolloutEngine(RolloutEngine):
             raise NonFiniteError(NORMALISER, bad, [0])
         answer = [*request.token_ids[len(request.token_ids) - request.stream.position :], *drawn.token_ids]
         text = cut_at_stop(decode(self._tokenizer, answer, skip_special=True), request.params.stop)
-        return Completion(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.finish_reason, text)
+        reason, reused_tokens = drawn.finish_reason, drawn.reused_tokens
+        return Completion(drawn.token_ids, drawn.logprobs, drawn.versions, reason, text, reused_tokens)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take over the trainer's weights between two tokens; running requests go on with them."""

@@ -5,13 +5,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from pellucid.rollout.transports import WeightHandle
+from pellucid.rollout.transports import NOT_ARRIVED, WeightHandle
 from pellucid.training.common.buckets import tensor_digest
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -34,9 +34,11 @@ class WeightReceiver:
         that were sent. Where a layer is spread over several workers, none has it whole, and the digest is all.
         """
         model, arrived, wrong = self.model_runner.get_model(), dict[str, torch.Tensor](), list[Difference]()
+        names = list[str]()
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for bucket in WeightHandle.parse(handle).buckets():
+                names.extend(bucket.tensors)
                 for name, tensor in bucket.tensors.items():
                     if verify:  # or none is kept
                         arrived[name] = tensor
@@ -46,6 +48,8 @@ class WeightReceiver:
 
         self.model_runner.reload_weights(weights_iterator=tensors())
         self.pack_head(model)
+        if (lost := first_missing(model, names)) is not None:
+            return lost, *NOT_ARRIVED
         if not verify or wrong:
             return wrong[0] if wrong else None
         if self.parallel_config.world_size > 1:
@@ -61,6 +65,21 @@ class WeightReceiver:
         head = dict(model.named_children()).get("lm_head")
         if head is not None and isinstance(head.weight, torch.Tensor):
             head.quant_method.process_weights_after_loading(head)
+
+
+def first_missing(model: Any, names: Iterable[str]) -> str | None:
+    """Return the first weight of a vLLM model that is not among the sent ones, where its like of other layers is."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    sent = {name.rpartition(".")[0] for name in names}
+    parts_of: dict[str, list[str]] = {}
+    for place, _ in model.named_modules():
+        parent, _, own = place.rpartition(".")
+        parts_of[place] = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(own, ())] or [place]
+    kinds = {type(module) for place, module in model.named_modules() if not sent.isdisjoint(parts_of[place])}
+    kinds |= {VocabParallelEmbedding} if model.config.tie_word_embeddings else {VocabParallelEmbedding, ParallelLMHead}
+    expected = (part for place, module in model.named_modules() if type(module) in kinds for part in parts_of[place])
+    return next((f"{part}.weight" for part in expected if part not in sent), None)
 
 
 @torch.no_grad()
