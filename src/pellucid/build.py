@@ -292,16 +292,16 @@ def make_roles(
     if "actor" in names:
         model = load_policy(config, compute.device)
         # The copy is made before sharding takes the model apart.
-        is_native = rollout.name == "native"
-        whole = copy.deepcopy(model) if is_native and compute.spreads(policy.actor.fsdp_config) else None
+        samples = rollout.name == "native" and "rollout" in names
+        whole = copy.deepcopy(model) if samples and compute.spreads(policy.actor.fsdp_config) else None
         steps = total_steps - config.trainer.critic_warmup  # the policy rests while the critic warms up
         updates = num_updates(config, steps, policy.actor.ppo_mini_batch_size, policy.actor.ppo_epochs)
         actor = compute.trained(model, policy.actor, updates)
-        if is_native:
+        if samples:
             copied = None if whole is None else GatheredPolicy(actor, whole, rollout.verify_weights)
             sampled = (actor, None) if copied is None else (copied, copied.take_weights)
             roles.rollout = make_native_engine(config, *sampled, tokenizer, compute.probe)
-        else:
+        elif "rollout" in names:
             roles.rollout = make_local_replicas(config, actor)
         if changes_weights(rollout.simulate_mismatch):
             other = MismatchedPolicy(actor, rollout.simulate_mismatch, rollout.seed)

@@ -127,6 +127,8 @@ def vllm_options(config: RunConfig) -> dict[str, Any]:
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": model.override_config,
     }
+    if section.tensor_model_parallel_size > 1:
+        own["distributed_executor_backend"] = "mp"  # in an actor of Ray's, vLLM would ask Ray for more of them
     return own | section.engine_kwargs.vllm
 
 

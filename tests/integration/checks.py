@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -63,3 +64,11 @@ def assert_trained_alike(run_dir: Path, other: Path, step: int | None = None) ->
 def dump(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """Return the samples of a step."""
     return read_rollouts(run_dir / "rollouts" / f"step_{step:06d}.jsonl.zst")
+
+
+def assert_same_samples(run_dir: Path, other: Path, steps: tuple[int, ...]) -> None:
+    """Check that two runs drew the same tokens in these steps, and scored them alike."""
+    for step in steps:
+        mine, theirs = (dump(folder, step) for folder in (run_dir, other))
+        assert [row["response_ids"] for row in mine] == [row["response_ids"] for row in theirs], step
+        assert [row["reward"] for row in mine] == pytest.approx([row["reward"] for row in theirs], rel=1e-3, abs=1e-4)

@@ -6,10 +6,10 @@ import re
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
-from checks import assert_trained_alike, checked_metrics, dump
-from commands import Command, Server, wait_for
+from checks import assert_same_samples, assert_trained_alike, checked_metrics, dump
+from commands import Server, wait_for
+from processes import all_gone, processes_of, steps_done, with_children
 from profiles import manifest, ranges
 
 from conftest import NUM_STEPS, RayCluster, Workspace, metrics, on_two_ranks
@@ -19,39 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 OWN_CLUSTER = ("trainer.placement=ray", "trainer.n_gpus_per_node=2")
 QUIET = ("data.val_files=null", "trainer.save_freq=-1", "trainer.val_before_train=false")
-
-
-def ranks_of(run_dir: Path) -> dict[str, psutil.Process]:
-    """Return the newest process of each rank, by its name, from what the logs say."""
-    found = {}
-    for log in (run_dir / "logs").glob("*_rank_*.log"):
-        ids = re.findall(r"process (\d+) on", log.read_text())
-        if ids and psutil.pid_exists(int(ids[-1])):
-            found[log.stem] = psutil.Process(int(ids[-1]))
-    return found
-
-
-def with_children(command: Command) -> list[psutil.Process]:
-    """Return the command's process and all that it has started, Ray's among them."""
-    root = psutil.Process(command.pid)
-    return [root, *root.children(recursive=True)]
-
-
-def all_gone(processes: list[psutil.Process], within_s: float = 60) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=within_s)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def steps_done(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def assert_same_samples(run_dir: Path, other: Path, steps: tuple[int, ...]) -> None:
-    for step in steps:
-        mine, theirs = (dump(folder, step) for folder in (run_dir, other))
-        assert [row["response_ids"] for row in mine] == [row["response_ids"] for row in theirs], step
-        assert [row["reward"] for row in mine] == pytest.approx([row["reward"] for row in theirs], rel=1e-3, abs=1e-4)
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +116,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(work: Workspace, ranks:
     started = with_children(command)
     for process in started:  # as a terminal does: to the whole foreground group
         process.send_signal(signal.SIGINT)
-    started += ranks_of(work.run_dir).values()
+    started += processes_of(work.run_dir).values()
     done = command.wait()
     assert done.status == 130, done.output
     assert "checkpoint written" in done.output
@@ -163,7 +130,7 @@ def test_a_killed_controller_leaves_no_process(work: Workspace) -> None:
     command = work.start("train", work.recipe, *OWN_CLUSTER, "trainer.total_training_steps=1000")
     wait_for(lambda: steps_done(work.run_dir) >= 2, command)
     started = with_children(command)
-    rank_processes = list(ranks_of(work.run_dir).values())
+    rank_processes = list(processes_of(work.run_dir).values())
     assert len(rank_processes) == 2
     command.signal(signal.SIGKILL)
     command.wait()
@@ -176,8 +143,8 @@ def test_a_killed_rank_is_named_with_its_log_and_restarts_finish_the_run(work: W
     same = ("trainer.total_training_steps=8", "data.val_files=null")
     command = work.start("train", work.recipe, *ranks, *same, "trainer.max_restarts=1")
     wait_for(lambda: steps_done(work.run_dir) >= 2, command)
-    started = list(ranks_of(work.run_dir).values())
-    ranks_of(work.run_dir)["policy_rank_1"].kill()
+    started = list(processes_of(work.run_dir).values())
+    processes_of(work.run_dir)["policy_rank_1"].kill()
     done = command.wait()
     assert done.status == 0, done.output
     assert all_gone(started)
@@ -199,8 +166,8 @@ def test_a_stopped_rank_is_named_within_the_time_out(
         wait_for((work.run_dir / "rollouts" / "step_000001.jsonl.zst").exists, command)
     else:
         wait_for(lambda: steps_done(work.run_dir) >= 2, command)
-    started = with_children(command) + list(ranks_of(work.run_dir).values())
-    ranks_of(work.run_dir)["policy_rank_1"].suspend()
+    started = with_children(command) + list(processes_of(work.run_dir).values())
+    processes_of(work.run_dir)["policy_rank_1"].suspend()
     done = command.wait()
     assert done.status == 1, done.output
     assert re.search(r"policy rank 1: no progress in [\w.]+ for \d+ s: it does not answer", done.output)
@@ -213,7 +180,7 @@ def test_a_rank_stopped_while_it_saves_in_the_background_is_named(work: Workspac
     command = work.start("train", work.recipe, *ranks, *QUIET, *length, *saves)
     # The last checkpoint: nothing but its end is left to wait for.
     wait_for(lambda: list((work.run_dir / "checkpoints").glob("global_step_1.tmp-*/sharded")), command, every_s=0.001)
-    ranks_of(work.run_dir)["policy_rank_1"].suspend()
+    processes_of(work.run_dir)["policy_rank_1"].suspend()
     done = command.wait()
     assert done.status == 1, done.output
     assert re.search(r"policy rank 1: no progress in (save|actor.start_saving) for \d+ s: it does not answer", done.output)

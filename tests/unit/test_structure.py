@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "pellucid"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 120
 
-BASE = {"errors", "types", "console", "plugins", "devices", "seeding", "stages", "threads"}
+BASE = {"errors", "types", "console", "plugins", "devices", "process_guard", "seeding", "stages", "threads"}
 """The modules beside the rooms; all of them may use each other."""
 ROOMS = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "agents", "ranks", "observe", "precision", "metrics", "files"}
 RUN = {"loop", "learn", "run", "build", "engines", "loading", "produce", "validation", "run_state", "interrupt", "failures", "sft"}
@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "training": {"errors", "types", "threads", "stages"},
     "roles": {"errors", "types", "seeding", "plugins", "training", "algo", "config.schema"},
     # training: the native engine runs on the actor's own model
-    "rollout": {"errors", "types", "seeding", "training", "stages", "config.schema"},
+    "rollout": {"errors", "types", "seeding", "process_guard", "training", "stages", "config.schema"},
     "agents": {"types", "rollout"},
     "ranks": BASE | ROOMS | RUN,
     "doctor": BASE | ROOMS | RUN,
@@ -48,14 +48,14 @@ NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout"
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 2170,
-    tuple(sorted(BASE)): 870,
+    tuple(sorted(BASE)): 955,
     ("algo",): 1220,
     ("config",): 3690,
     ("tasks", "data", "reward"): 1310,
     ("training",): 2500,
     ("roles",): 590,
     ("rollout", "agents"): 4200,
-    ("ranks",): 1700,
+    ("ranks",): 1850,
     ("observe",): 4745,
     ("precision",): 3200,
     ("metrics", "files"): 1150,

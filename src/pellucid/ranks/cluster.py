@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from subprocess import Popen
 from typing import Any
 
 import psutil
@@ -21,14 +20,15 @@ from pellucid import devices
 from pellucid.build import RoleName
 from pellucid.config import RunConfig
 from pellucid.errors import UserError
-from pellucid.ranks.cluster_guard import start_guard
+from pellucid.process_guard import ProcessGuard
 from pellucid.threads import waiting_settings
 
-POLICY = "policy"
-"""The pool that holds the actor, the rollout engine, and every role without a pool of its own."""
+POLICY, ROLLOUT = "policy", "rollout"
+"""The pools that hold the actor and every role without a pool of its own; and separate rollout engines."""
 CONNECT_S, RESERVE_S = 5.0, 30.0
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """How ranks of one machine are told to listen on no other interface."""
+_SECTION = "actor_rollout_ref.rollout"
 _RESOURCE = {"cpu": "CPU", "cuda": "GPU", "npu": "NPU"}
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "dashboard/agent.py", "runtime_env/agent/main.py")
 """What the command lines of Ray's agents have, once they are up and before."""
@@ -37,7 +37,7 @@ _WORDS = {"cpu": "CPU cores", "cuda": "GPUs", "npu": "NPUs"}
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Ranks that form one process group."""
+    """Ranks that form one process group, or the devices of separate rollout engines."""
 
     name: str
     roles: Sequence[RoleName]
@@ -52,11 +52,15 @@ class Pool:
 
 
 def plan_pools(config: RunConfig, needed: Sequence[RoleName]) -> list[Pool]:
-    """Return the run's pools: the policy's, and one for each role with ranks of its own."""
+    """Return the run's pools: the policy's, one for each role with ranks of its own, and that of separate engines."""
     own, shared = config.trainer.resource_pools, list[RoleName]()
     pools = [Pool(POLICY, shared, config.num_ranks, config.trainer.n_gpus_per_node)]
     for role in needed:
-        if role in own:
+        if role == "rollout" and config.has_replicas:
+            if config.actor_rollout_ref.rollout.mode == "separate":
+                per_machine, machines = config.rollout_machines
+                pools.append(Pool(ROLLOUT, [], per_machine * machines, per_machine))
+        elif role in own:
             pools.append(Pool(role, [role], own[role], 1))
         else:
             shared.append(role)
@@ -76,7 +80,7 @@ class Cluster:
         self.is_local = address is None
         self._owned = not ray.is_initialized()
         self._groups: dict[str, PlacementGroup] = {}
-        self._guard: Popen[bytes] | None = None
+        self._guard: ProcessGuard | None = None
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # how Ray is told not to phone home
         if address is None:
             self.device = devices.choose_device(config.trainer.device).type
@@ -98,7 +102,8 @@ class Cluster:
             for pool in pools:
                 self._groups[pool.name] = self._reserve(pool)
             if self.is_local and self._owned:
-                self._guard = start_guard(_agents())
+                self._guard = ProcessGuard()
+                self._guard.watch(_agents())
         except BaseException:
             self.close()
             raise
@@ -129,15 +134,15 @@ class Cluster:
             ) from error
         return group
 
-    def options(self, pool: Pool, rank: int, python: str | None = None) -> dict[str, Any]:
+    def options(self, pool: Pool, rank: int, python: str | None = None, num_devices: int = 1) -> dict[str, Any]:
         """Return the Ray options of an actor that is this rank; `python` is a command that starts it in place of Ray's
-        own.
+        own. With 0 devices it shares those of the ranks beside it.
         """
         environment = devices.ONE_ARENA | waiting_settings() | (_LOOPBACK if self.is_local else {})
         return {
-            "num_cpus": 1,
-            "num_gpus": int(self.device == "cuda"),
-            "resources": {"NPU": 1} if self.device == "npu" else {},
+            "num_cpus": num_devices,
+            "num_gpus": num_devices if self.device == "cuda" else 0,
+            "resources": {"NPU": num_devices} if self.device == "npu" and num_devices else {},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._groups[pool.name], placement_group_bundle_index=rank // pool.ranks_per_node
             ),
@@ -155,7 +160,7 @@ class Cluster:
             if self._owned:
                 ray.shutdown()
             if self._guard is not None:
-                self._guard.communicate()  # closes its standard input
+                self._guard.close()
 
 
 def _connection_error(error: BaseException) -> UserError:
@@ -180,21 +185,23 @@ def _check_room(kind: str, pools: list[Pool], machines: list[tuple[str, int]]) -
     """
     sizes, found = [size for _, size in machines], ", ".join(f"{name}: {size}" for name, size in machines)
     policy, there, wanted = pools[0], sum(sizes), sum(pool.num_ranks for pool in pools)
-    num_fitting = sum(size >= policy.ranks_per_node for size in sizes)
     if wanted > there:
+        beside = f"{_SECTION}.n_gpus_per_node" if ROLLOUT in [pool.name for pool in pools] else "trainer.resource_pools"
         raise UserError(
-            "trainer.resource_pools" if policy.num_ranks <= there else "trainer.n_gpus_per_node",
+            beside if policy.num_ranks <= there else "trainer.n_gpus_per_node",
             f"{' + '.join(f'{pool.num_ranks} ({pool.name})' for pool in pools)} = {wanted} ranks need a device each, "
             f"and there are {there} {_WORDS[kind]} ({found}).",
             f"Ask for at most {there} ranks in all, or join a larger cluster (trainer.ray_address).",
         )
-    if num_fitting < policy.num_bundles:
-        raise UserError(
-            "trainer.nnodes" if num_fitting else "trainer.n_gpus_per_node",
-            f"{policy.num_bundles} machines with {policy.ranks_per_node} {_WORDS[kind]} each are needed, and "
-            f"{num_fitting} of the cluster's {len(sizes)} have as many ({found}).",
-            "Add machines (`ray start --address=…` on each), or lower trainer.nnodes or trainer.n_gpus_per_node.",
-        )
+    for section, pool in ((_SECTION if pool.name == ROLLOUT else "trainer", pool) for pool in pools):
+        num_fitting = sum(size >= pool.ranks_per_node for size in sizes)
+        if num_fitting < pool.num_bundles and pool.name in (POLICY, ROLLOUT):
+            raise UserError(
+                f"{section}.nnodes" if num_fitting else f"{section}.n_gpus_per_node",
+                f"{pool.num_bundles} machines with {pool.ranks_per_node} {_WORDS[kind]} each are needed, and "
+                f"{num_fitting} of the cluster's {len(sizes)} have as many ({found}).",
+                f"Add machines (`ray start --address=…` on each), or lower {section}.nnodes or n_gpus_per_node.",
+            )
 
 
 def _best_device() -> str:

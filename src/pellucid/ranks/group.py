@@ -27,6 +27,7 @@ from pellucid.build import RoleName
 from pellucid.errors import NonFiniteError, UserError
 from pellucid.precision.sentinel import Finding, earliest
 from pellucid.ranks import RankFailedError
+from pellucid.ranks.entry import Place
 from pellucid.ranks.wire import SharedMemory
 from pellucid.ranks.worker import Outcome, Progress, RankWorker
 from pellucid.rollout.requests import Completion, EngineStats, Request, RolloutEngine, WeightUpdate
@@ -77,10 +78,10 @@ class WorkerGroup:
         at: Callable[[], tuple[Stage, int] | None],
     ) -> None:
         self.members, self._memory = list(members), memory
-        self._stall_timeout_s, self._heartbeat, self._at = stall_timeout_s, heartbeat, at
+        self.stall_timeout_s, self.heartbeat, self._at = stall_timeout_s, heartbeat, at
         self._poll_s = max(POLL_S, len(members) / RANKS_POLLED_A_SECOND)
-        self._places: list[tuple[str, int]] = []
-        """Machine and process id of each rank."""
+        self.places: list[Place] = []
+        """Where each rank is, once `locate` has been called."""
         self._numbers = itertools.count()
         self._busy: set[int] = set()
         """Numbers of the calls that were sent out and have not come back."""
@@ -100,8 +101,8 @@ class WorkerGroup:
 
     @property
     def machines(self) -> list[str]:
-        """The machine of each rank, once `locate` has been called."""
-        return [machine for machine, _ in self._places]
+        """The machine of each rank."""
+        return [place.machine for place in self.places]
 
     def run(
         self,
@@ -146,11 +147,9 @@ class WorkerGroup:
         calls = [member.handle.ask.remote(work) for member in self.members]
         return self._wait(what, next(self._numbers), calls, answering_is_progress=True)
 
-    def locate(self) -> list[tuple[str, int]]:
-        """Return an address and a free port of each rank's machine, once all their processes are up."""
-        answers = self.ask("start", lambda rank: rank.start())
-        self._places = [(machine, pid) for machine, _, _, pid in answers]
-        return [(address, port) for _, address, port, _ in answers]
+    def locate(self) -> None:
+        """Learn where the ranks are, once all their processes are up."""
+        self.places = self.ask("start", lambda rank: rank.start())
 
     def align_clocks(self) -> None:
         """Tell each rank on another machine by how much the controller's clock is ahead of its own."""
@@ -187,14 +186,14 @@ class WorkerGroup:
         answering_is_progress: bool = False,
     ) -> list[Any]:
         """Return all results; a rank that fails or stalls ends the wait for the others."""
-        limit_s = self._stall_timeout_s
-        if limit_s is not None and not self._places:
+        limit_s = self.stall_timeout_s
+        if limit_s is not None and not self.places:
             limit_s = max(limit_s, START_S)
         results, pending, seen = dict[Any, Any](), calls, list[Progress | None]()
         moved_at = time.monotonic()
         while True:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=self._poll_s, fetch_local=False)
-            self._heartbeat()
+            self.heartbeat()
             try:
                 results |= dict(zip(ready, ray.get(ready)))
             except (RayActorError, RayTaskError):
@@ -225,21 +224,18 @@ class WorkerGroup:
                 ray.get(call, timeout=0)
             except GetTimeoutError:
                 continue  # waits for the one that failed
-            except RayActorError as error:
-                said = "" if member.log.is_file() else f": {error}"
-                deaths.append(RankFailedError(member.name, f"the process died{said}", member.log))
-            except RayTaskError as error:
-                if isinstance(error.cause, _MISTAKES):
-                    mistakes.append(error.cause)
-                else:
-                    what = f"{type(error.cause).__name__}: {error.cause}"
-                    others.append(RankFailedError(member.name, what, member.log))
+            except (RayActorError, RayTaskError) as error:
+                cause = cause_of(member, error)
+                kind = (
+                    mistakes if isinstance(cause, _MISTAKES) else others if isinstance(error, RayTaskError) else deaths
+                )
+                kind.append(cause)
         first = [*deaths, *mistakes, *others][0]
         if len(mistakes) == len(calls):
             raise first
-        self._end(first)
+        self.end(first)
 
-    def _end(self, failure: BaseException) -> NoReturn:
+    def end(self, failure: BaseException) -> NoReturn:
         """End all ranks and raise what they are ended for, in whichever thread: what follows from their end is no
         failure.
         """
@@ -280,13 +276,13 @@ class WorkerGroup:
             doing = f"after {at.num_done} samples{sample}; it is at\n{at.stack}"
         time.sleep(0.2)  # for the stacks to reach the log
         member = self.members[culprit]
-        self._end(RankFailedError(member.name, f"no progress in {what} for {waited_s:.0f} s: {doing}", member.log))
+        self.end(RankFailedError(member.name, f"no progress in {what} for {waited_s:.0f} s: {doing}", member.log))
 
     def _signal(self, index: int, number: signal.Signals) -> None:
         """Send a signal to a rank on this machine."""
-        if self._places and self._places[index][0] == ray.get_runtime_context().get_node_id():
+        if self.places and self.places[index].machine == ray.get_runtime_context().get_node_id():
             with suppress(ProcessLookupError, PermissionError):  # it is gone, or another's by now
-                os.kill(self._places[index][1], number)
+                os.kill(self.places[index].pid, number)
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -305,6 +301,16 @@ class WorkerGroup:
                     ray.kill(member.handle)
                 return
         self.kill()
+
+
+def cause_of(member: Member, error: RayActorError | RayTaskError) -> BaseException:
+    """Return what a failed call to a rank is raised as: its mistake, or else what names the rank."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, _MISTAKES):
+            return error.cause
+        return RankFailedError(member.name, f"{type(error.cause).__name__}: {error.cause}", member.log)
+    said = "" if member.log.is_file() else f": {error}"
+    return RankFailedError(member.name, f"the process died{said}", member.log)
 
 
 def _num_done(progress: list[Progress | None]) -> int:
@@ -343,7 +349,8 @@ class RemoteSentinel:
 
     def locate(self, stage: Stage) -> None:
         """Let the ranks of a stage look for the place where it goes wrong when it runs next."""
-        self._failed = self._group_of[ROLE_OF.get(stage, "rollout")]  # pyright: ignore[reportArgumentType]
+        role: Any = ROLE_OF.get(stage, "rollout")
+        self._failed = self._group_of.get(role, self._group_of["actor"])
         self._failed.ask("locate_nan", lambda rank: rank.sentinel and rank.sentinel.locate(stage))
 
     def take_finding(self) -> Finding | None:

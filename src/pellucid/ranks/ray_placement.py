@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,21 @@ from pellucid import devices
 from pellucid.build import RoleName, Roles
 from pellucid.config import RunConfig
 from pellucid.console import console
-from pellucid.errors import UserError
+from pellucid.engines import weight_folder
 from pellucid.files.rundir import RunDir
 from pellucid.observe.captures import rank_request
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.recording import RecordedRanks, start_unrecorded_children
 from pellucid.observe.request import ProcessRequest
 from pellucid.precision.sentinel import Sentinel
-from pellucid.ranks.cluster import Cluster, Pool, plan_pools
+from pellucid.ranks.cluster import POLICY, ROLLOUT, Cluster, Pool, plan_pools
 from pellucid.ranks.group import Answer, Member, RemoteRole, RemoteRolloutEngine, RemoteSentinel, WorkerGroup
+from pellucid.ranks.replica import REQUESTS_AT_ONCE, RemoteReplica, ReplicaHost, ReplicaSpec
 from pellucid.ranks.wire import SharedMemory
 from pellucid.ranks.worker import RankSpec, RankWorker
+from pellucid.rollout.replicas import ReplicaSet
+from pellucid.rollout.requests import WeightUpdate, run_sync
+from pellucid.rollout.transports import WeightHandle
 
 
 class RayPlacement:
@@ -44,9 +48,6 @@ class RayPlacement:
             UserError: there is no room for so many ranks, or a model does not fit its role.
             RankFailedError: a process died while it started.
         """
-        if config.has_replicas:
-            reason = "ranks sample with native engines of their own, and with no other."
-            raise UserError("actor_rollout_ref.rollout.name", reason, "Set it to native, with mode: colocated.")
         self._config, self._run_dir, self._total_steps = config, run_dir, total_steps
         pools = plan_pools(config, roles)
         self._profiler = profiler
@@ -62,19 +63,32 @@ class RayPlacement:
             opened.callback(self._recorded.finish)
             memory = SharedMemory(ray)
             for pool in pools:
-                self._groups[pool.name] = self._start(pool, memory, heartbeat)
-                opened.callback(self._groups[pool.name].close)
+                if pool.roles:
+                    self._groups[pool.name] = self._start(pool, memory, heartbeat)
+                    opened.callback(self._groups[pool.name].close)
+            hosts = self._start_hosts(pools, memory, heartbeat) if config.has_replicas else None
+            if hosts is not None:
+                opened.callback(hosts.close)
             # All pools start at once; only then is each waited for.
-            for pool in pools:
-                self._meet(pool)
-            ranks_on = dict(Counter(machine for group in self._groups.values() for machine in group.machines))
+            for name, group in self._groups.items():
+                self._meet(name, group)
+            ranks_on = Counter(machine for group in self._groups.values() for machine in group.machines)
+            if hosts is not None:
+                hosts.locate()
+                if config.actor_rollout_ref.rollout.mode == "separate":
+                    ranks_on.update(hosts.machines)
             for group in self._groups.values():
-                group.ask("make_roles", lambda rank: rank.make_roles(ranks_on))
+                group.ask("make_roles", lambda rank: rank.make_roles(dict(ranks_on)))
                 group.align_clocks()
+            group_of: dict[RoleName, WorkerGroup] = {
+                role: self._groups[pool.name] for pool in pools for role in pool.roles
+            }
+            proxies: dict[str, Any] = {role: RemoteRole(role, group) for role, group in group_of.items()}
+            if hosts is None:
+                proxies["rollout"] = RemoteRolloutEngine(group_of["rollout"])
+            else:
+                proxies["rollout"] = self._make_replicas(hosts, dict(ranks_on), proxies["actor"])
             self._opened = opened.pop_all()
-        group_of: dict[RoleName, WorkerGroup] = {role: self._groups[pool.name] for pool in pools for role in pool.roles}
-        proxies: dict[str, Any] = {role: RemoteRole(role, group) for role, group in group_of.items()}
-        proxies["rollout"] = RemoteRolloutEngine(group_of["rollout"])
         self.roles = Roles(**proxies)
         sentinel = RemoteSentinel(group_of) if config.trainer.nan_sentinel else None
         self.sentinel: Sentinel | RemoteSentinel | None = sentinel
@@ -100,9 +114,17 @@ class RayPlacement:
             )
             if profile is not None:
                 self.profile_requests.append(profile)
-            run_dir = self._run_dir.path.absolute()
-            spec = RankSpec(pool, rank, run_dir, config, self._total_steps, self._cluster.device, profile)
-            python = self._recorded.python(f"{pool.name}_rank_{rank}", profile)
+            spec = RankSpec(
+                label=f"{pool.name}_rank_{rank}",
+                run_dir=self._run_dir.path.absolute(),
+                config=config,
+                device=self._cluster.device,
+                pool=pool,
+                rank=rank,
+                total_steps=self._total_steps,
+                profile=profile,
+            )
+            python = self._recorded.python(spec.label, profile)
             actor = worker.options(**self._cluster.options(pool, rank, python)).remote(spec)
             members.append(Member(spec.name, actor, spec.log))
         console.print(
@@ -112,17 +134,55 @@ class RayPlacement:
         )
         return WorkerGroup(members, memory, config.trainer.stall_timeout_s, heartbeat, lambda: self._profiler.at)
 
-    def _meet(self, pool: Pool) -> None:
+    def _start_hosts(self, pools: list[Pool], memory: SharedMemory, heartbeat: Callable[[], None]) -> WorkerGroup:
+        """Start the processes of the replicas, on devices of their own or on those of the policy's ranks."""
+        config, size = self._config, self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        separate = config.actor_rollout_ref.rollout.mode == "separate"
+        [pool] = [pool for pool in pools if pool.name == (ROLLOUT if separate else POLICY)]
+        members, host = [], ray.remote(ReplicaHost)
+        for index in range(config.num_replicas):
+            label, run_dir = f"rollout_replica_{index}", self._run_dir.path.absolute()
+            spec = ReplicaSpec(label=label, run_dir=run_dir, config=config, device=self._cluster.device, index=index)
+            options = self._cluster.options(pool, index * size, num_devices=size if separate else 0)
+            actor: Any = host.options(max_concurrency=REQUESTS_AT_ONCE, **options)
+            members.append(Member(spec.name, actor.remote(spec), spec.log))
+        return WorkerGroup(members, memory, config.trainer.stall_timeout_s, heartbeat, lambda: self._profiler.at)
+
+    def _make_replicas(self, hosts: WorkerGroup, processes_on: dict[str, int], actor: RemoteRole) -> ReplicaSet:
+        """Let the hosts make their engines, and return these with the actor's weights of this moment."""
+        section, policy = self._config.actor_rollout_ref.rollout, self._groups[POLICY]
+        colocated = section.mode == "colocated"
+        shared = [name for place in policy.places for name in place.device_ids] if colocated else []
+
+        def make(host: Any) -> None:
+            host.make(processes_on, shared)
+
+        hosts.ask("make", make)
+        hosts.align_clocks()
+        folder = weight_folder(self._config, shares_memory=set(hosts.machines) == {policy.machines[0]})
+
+        @contextlib.contextmanager
+        def send(digests: bool) -> Iterator[WeightHandle]:
+            try:
+                yield actor.send_weights(folder, digests)
+            finally:
+                if policy.answers:
+                    policy.ask("forget_weights", lambda rank: rank.forget_weights())
+
+        engines = {member.name: RemoteReplica(hosts, member) for member in hosts.members}
+        replicas = ReplicaSet(engines, send, section.verify_weights)
+        run_sync(replicas.load_weights(WeightUpdate(0)))
+        return replicas
+
+    def _meet(self, name: str, group: WorkerGroup) -> None:
         """Let the pool's ranks find each other: over a file where all are on this machine, else over a free
         port of the first's.
         """
-        group = self._groups[pool.name]
-        places = group.locate()
+        group.locate()
         if set(group.machines) == {ray.get_runtime_context().get_node_id()}:
-            point = f"file://{self._meeting / pool.name}"
+            point = f"file://{self._meeting / name}"
         else:
-            address, port = places[0]
-            point = f"tcp://{address}:{port}"
+            point = f"tcp://{group.places[0].address}:{group.places[0].port}"
         group.ask("join", lambda rank: rank.join(point))
 
     def peak_flops(self) -> float:

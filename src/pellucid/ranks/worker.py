@@ -6,16 +6,12 @@ agrees with the others by collectives; rank 0 sends the results back.
 """
 
 import dataclasses
-import faulthandler
-import logging
 import os
-import signal
-import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,51 +22,33 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from pellucid import devices
 from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles
-from pellucid.config import RunConfig
+from pellucid.engines import sent_weights
 from pellucid.errors import UserError
 from pellucid.loading import run_tokenizer, torch_dtype
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.replica_tracks import ReplicaTracks
 from pellucid.observe.request import ProcessRequest
-from pellucid.observe.spans import SpanRecorder
 from pellucid.precision.sentinel import Sentinel
 from pellucid.ranks.cluster import Pool
+from pellucid.ranks.entry import Place, ProcessSpec, log, share_of_cores, this_place
 from pellucid.ranks.wire import Parcel, SharedMemory
 from pellucid.rollout.requests import EngineStats, generate_all, run_sync
+from pellucid.rollout.transports import WeightHandle, stored
 from pellucid.stages import Probes, Stage
 from pellucid.training.sharding import join_ranks, leave_ranks
 
-log = logging.getLogger("pellucid.rank")
 NO_LIMIT_S = 30 * 24 * 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec(ProcessSpec):
     """What makes a process the rank that it is."""
 
     pool: Pool
     rank: int
-    run_dir: Path
-    """Absolute; every machine sees it."""
-    config: RunConfig
     total_steps: int
-    device: str
     profile: ProcessRequest | None
     """What of it is captured."""
-    working_dir: Path = field(default_factory=Path.cwd)
-    """The controller's: relative paths of the config start there."""
-    python_path: list[str] = field(default_factory=lambda: [str(Path(place).absolute()) for place in sys.path if place])
-    """The controller's."""
-
-    @property
-    def name(self) -> str:
-        """What people call it."""
-        return f"{self.pool.name} rank {self.rank}"
-
-    @property
-    def log(self) -> Path:
-        """The file its output goes to."""
-        return self.run_dir / "logs" / f"{self.pool.name}_rank_{self.rank}.log"
 
 
 @dataclass(slots=True)
@@ -119,6 +97,8 @@ class RankWorker:
         """Thread, role and progress of the calls under way, by number: at most one that samples and one that trains."""
         self._num_threads = torch.get_num_threads()
         self._waits: list[Callable[[], None]] = []
+        self._sent = ExitStack()
+        """Ends with what the replicas were sent."""
         self._is_up = False
         self.tracks: ReplicaTracks | None = None
 
@@ -126,45 +106,21 @@ class RankWorker:
         """Do what the controller asks for beside the roles' methods."""
         return work(self)
 
-    def start(self) -> tuple[str, str, int, int]:
-        """Turn to the run's folders, and return which machine this is, its address, a port of it that is free, and the
-        process id.
+    def start(self) -> Place:
+        """Turn to the run's folders, and return where the process is.
 
         Raises:
             UserError: the machine does not see the run's folders, or lacks the device.
         """
         spec = self._spec
-        if not (spec.run_dir / ".lock").exists() or not spec.working_dir.exists():
-            raise UserError(
-                "trainer.default_local_dir",
-                f"the machine '{socket.gethostname()}' does not see the run's folder '{spec.run_dir}', or not "
-                f"'{spec.working_dir}', where the run was started.",
-                "Put run directory, recipes and models on storage that all machines share under the same path.",
-            )
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
-        self._log_file = spec.log.open("a", buffering=1)
-        for stream in (1, 2):
-            os.dup2(self._log_file.fileno(), stream)
-        logging.basicConfig(
-            stream=self._log_file, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
-        )
-        log.info("%s of %d, process %d on %s", spec.name, spec.pool.num_ranks, os.getpid(), socket.gethostname())
-        faulthandler.enable(self._log_file)
-        # A C handler: it prints the stacks even while a thread holds the interpreter's lock.
-        faulthandler.register(signal.SIGUSR1, self._log_file, all_threads=True)
-        os.chdir(spec.working_dir)
-        sys.path += [place for place in spec.python_path if place not in sys.path]
-        devices.keep_freed_memory()
+        self._log_file = spec.enter()
         self.device = devices.choose_device(spec.device)
         self.dtype = torch_dtype(spec.config.actor_rollout_ref.model.dtype)
-        self.spans = SpanRecorder(spec.run_dir / "timeline" / f"{spec.pool.name}_rank_{spec.rank}.json", spec.name)
+        self.spans = spec.recorder()
         self.profiler = ProcessProfiler(self.spans, spec.profile, log.warning)
         self.sentinel = Sentinel() if spec.config.trainer.nan_sentinel else None
         self._is_up = True
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, os.getpid()
+        return this_place()
 
     def join(self, meeting_point: str) -> None:
         """Become a rank of the pool's process group.
@@ -192,10 +148,10 @@ class RankWorker:
         """Load the models of the pool's roles and take this rank's shards of them, on its part of the machine's cores.
 
         Args:
-            ranks_on: how many ranks of all pools each machine has.
+            ranks_on: how many processes that compute at once each machine has.
         """
         spec, config = self._spec, self._spec.config
-        self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks_on[ray.get_runtime_context().get_node_id()])
+        self._num_threads = share_of_cores(ranks_on)
         torch.set_num_threads(self._num_threads)
         probe = self.profiler if self.sentinel is None else Probes([self.profiler, self.sentinel])
         compute = Compute(self.device, self.dtype, spec.pool.num_ranks, config.trainer.balance_batch, probe=probe)
@@ -256,10 +212,30 @@ class RankWorker:
             return run_sync(generate_all(target, requests))
         if method == "load_weights":
             return run_sync(target.load_weights(*arguments))
+        if method == "send_weights":
+            return self._send_weights(*arguments)
         if method == "start_saving":
             self._waits.append(target.start_saving(*arguments))
             return None
         return getattr(target, method)(*arguments, **options)
+
+    def _send_weights(self, folder: Path, digests: bool) -> WeightHandle | None:
+        """Gather the actor's weights from all ranks, and let the first put them below `folder`, until `forget_weights`.
+
+        Returns:
+            Where they are; None on the other ranks.
+        """
+        engine, first = self.roles.named("actor").engine, self._spec.rank == 0
+        buckets = sent_weights(self._spec.config, engine, digests=first and digests)
+        if first:
+            return self._sent.enter_context(stored(buckets, folder))
+        for _ in buckets:  # takes part in the gathering
+            pass
+        return None
+
+    def forget_weights(self) -> None:
+        """Remove what `send_weights` has put somewhere."""
+        self._sent.close()
 
     @ray.method(concurrency_group="saving")
     def wait_for_save(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from pellucid.errors import RunFailedError
 from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.protocol import WeightBucket
 
@@ -27,7 +28,7 @@ NOT_ARRIVED = ("nothing that arrived", "its old value")
 """What was sent of a tensor, and what an engine has, where its bucket is lost."""
 
 
-class WeightsDifferError(RuntimeError):
+class WeightsDifferError(RunFailedError):
     """A rollout engine holds another tensor than the trainer has sent."""
 
     def __init__(self, name: str, sent: str, held: str, replica: str = "the rollout engine") -> None:

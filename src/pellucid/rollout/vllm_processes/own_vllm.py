@@ -1,8 +1,11 @@
 """vLLM in processes of its own on this host: its engine core, and the workers that this starts."""
 
 import os
+import signal
+from multiprocessing import resource_tracker
 from typing import Any, Self
 
+from pellucid.process_guard import ProcessGuard
 from pellucid.rollout.requests import PauseMode
 from pellucid.rollout.vllm_processes.vllm_engine import FINISH_REASONS, PAUSE_MODES, Drawn, Record, Vllm
 
@@ -23,8 +26,9 @@ ARGUMENTS = {
 class OwnVllm(Vllm):
     """vLLM's `AsyncLLM`."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, guard: ProcessGuard) -> None:
+        """Speak to `llm`, whose processes `guard` ends when this one does."""
+        self._llm, self._guard = llm, guard
 
     @classmethod
     async def start(cls, options: dict[str, Any], record: Record) -> Self:
@@ -40,8 +44,14 @@ class OwnVllm(Vllm):
             "disable_log_stats": True,  # of vLLM's own loggers; the numbers come all the same
             "enable_logging_iteration_details": True,  # to them
         }
-        arguments = AsyncEngineArgs(**ARGUMENTS | numbers | options)
-        return cls(AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: EngineNumbers(record)]))
+        arguments, guard = AsyncEngineArgs(**ARGUMENTS | numbers | options), ProcessGuard()
+        resource_tracker.ensure_running()  # or starting it on the way would undo the next line
+        # Its processes inherit that Ctrl-C is none of their business: a step goes on to its end.
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        with guard.watching_children():  # the engine core sees to its workers, and nobody to the engine core
+            llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: EngineNumbers(record)])
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        return cls(llm, guard)
 
     @property
     def gone(self) -> str:
@@ -94,3 +104,4 @@ class OwnVllm(Vllm):
     async def close(self) -> None:
         """End the processes."""
         self._llm.shutdown()
+        self._guard.close()
