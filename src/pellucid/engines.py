@@ -129,7 +129,9 @@ def vllm_options(config: RunConfig) -> dict[str, Any]:
     }
     if section.tensor_model_parallel_size > 1:
         own["distributed_executor_backend"] = "mp"  # in an actor of Ray's, vLLM would ask Ray for more of them
-    return own | section.engine_kwargs.vllm
+    if config.engines_sleep and devices.choose_device(config.trainer.device).type != "cpu":
+        own["enable_sleep_mode"] = True
+    return own | {name: value for name, value in section.engine_kwargs.vllm.items() if value is not None}
 
 
 def _make_vllm_replica(config: RunConfig) -> RolloutEngine:

@@ -53,6 +53,8 @@ def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
 
 def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Tensor | None, dict[str, float]]:
     """Return the batch that was trained on, log-probs of the training policy where there are any, and the metrics."""
+    if run.config.engines_sleep:
+        run_sync(run.rollout_engine.sleep())
     experience = compute_experience(run, samples, step)
     with run.stage(Stage.ADVANTAGE, step):
         batch, metrics = compute_advantages(run, experience, step)
@@ -62,6 +64,8 @@ def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Ten
     metrics |= updated
     # In one process the native engine reads the actor's own weights and this costs nothing; over ranks it gathers them.
     with run.stage(Stage.WEIGHT_SYNC, step):
+        if run.config.engines_sleep:
+            run_sync(run.rollout_engine.wake())
         run_sync(run.rollout_engine.load_weights(WeightUpdate(run.actor.version)))
     metrics |= gap or policy_gap_metrics(run, batch, training_logp, step)
     warn_of_mismatch(run, metrics)

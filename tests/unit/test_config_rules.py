@@ -167,7 +167,7 @@ ON = {
     f"{ROLLOUT}.multi_turn.enable": "true",
     f"{ACTOR}.use_fused_kernels": "true",
     f"{ACTOR}.freeze_vision_tower": "true",
-    f"{ROLLOUT}.agent": "{num_workers: 2}",
+    f"{ROLLOUT}.agent.agent_loop_config_path": "loops.yaml",
 }
 
 

@@ -50,7 +50,7 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 2170,
     tuple(sorted(BASE)): 955,
     ("algo",): 1220,
-    ("config",): 3690,
+    ("config",): 3725,
     ("tasks", "data", "reward"): 1310,
     ("training",): 2500,
     ("roles",): 590,

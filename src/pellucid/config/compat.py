@@ -155,6 +155,11 @@ def _within(section: str) -> Callable[[str, Any], Tree]:
     return lambda key, value: {f"{section}.{key}": value}
 
 
+def _vllm_argument(key: str, value: Any) -> Tree:
+    section, _, name = key.rpartition(".")
+    return {f"{section}.engine_kwargs.vllm.{name}": value}
+
+
 def _tis(key: str, value: Any) -> Tree:
     level = {"algorithm.rollout_is_level": "token", "algorithm.rollout_is_mode": "truncate"}
     weights = {"algorithm.rollout_is_threshold": value, "algorithm.rollout_is": True}
@@ -187,7 +192,40 @@ class Row:
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 _MEMORY = "global_profiler.global_tool_config.torch_memory"
-_ENGINE_KEYS = ("free_cache_engine", "load_format", "disable_log_stats", "layered_summon", "agent")
+_ENGINE_KEYS: dict[str, tuple[Any, ...]] = {
+    # An engine starts empty, and gets the trainer's weights in buckets, whatever is set here.
+    "load_format": ("dummy", "dummy_dtensor", "dummy_megatron", "dummy_hf", "auto", "hf", "safetensors"),
+    "layered_summon": (True, False),
+    "update_weights_bucket_megabytes": (...,),
+    "checkpoint_engine.*": (...,),
+    # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
+    "log_prob_*": (...,),
+    # What an engine does is on the timeline and among the metrics; a run has one tokenizer and one loop of requests.
+    "disable_log_stats": (True, False),
+    "prometheus.*": (...,),
+    "skip_tokenizer_init": (True, False),
+    "agent.num_workers": (...,),
+    "agent.default_agent_loop": ("single_turn_agent",),
+    "agent.agent_loop_config_path": (),
+    "agent.custom_async_server.*": (),
+    "logprobs_mode": ("processed_logprobs",),
+    "scheduling_policy": ("fcfs", "priority"),
+    "data_parallel_size": (1,),
+    "pipeline_model_parallel_size": (1,),
+    "expert_parallel_size": (1,),
+    "multi_stage_wake_up": (False,),
+    "over_sample_rate": (0,),
+    "skip_rollout": (False,),
+    "skip_dump_dir": (...,),
+    "skip_use_default_dir": (...,),
+    "enable_rollout_routing_replay": (False,),
+    "trace.backend": (),
+    "trace.*": (...,),  # of that backend
+    "quantization*": (),
+    "multi_turn.enable": (False,),
+    "multi_turn.*": (...,),  # what a loop of several turns would do, which is refused above
+}
+"""Keys of verl's rollout section that Pellucid decides by itself → the values beside null that ask for nothing."""
 _FOLDER = "The run decides where captures go; set global_profiler.save_path for another folder."
 _MOVED = {
     "*.profiler.tool_config.precision_debugger": f"Set {PRECISION}, which is for all roles.",
@@ -213,11 +251,7 @@ _LATER: dict[str, tuple[Any, ...]] = {
     "*.fsdp_config.forward_prefetch": (...,),
     "*.ulysses_sequence_parallel_size": (1,),
     "*.megatron": (),
-    f"{_ROLLOUT}.multi_turn.enable": (False,),
-    f"{_ROLLOUT}.multi_turn.*": (...,),  # what a loop of several turns would do, which is refused above
-    # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
-    f"{_ROLLOUT}.log_prob_*": (...,),
-    **{f"{_ROLLOUT}.{name}": () for name in _ENGINE_KEYS},
+    **{f"{_ROLLOUT}.{name}": off for name, off in _ENGINE_KEYS.items()},
     f"{_MEMORY}.context": ("all",),
     f"{_MEMORY}.stacks": ("all",),
     f"{_MEMORY}.kw_args": ({},),
@@ -234,6 +268,7 @@ TABLE: tuple[Row, ...] = (
     Row("actor_rollout_ref.ref.fsdp_config.offload_policy", (False,), _beside("param_offload")),
     Row("*.fsdp_config.offload_policy", (False,), _beside("param_offload", "optimizer_offload")),
     *(Row(key, (), remedy=remedy, only_with="precision_debugger") for key, remedy in _MOVED.items()),
+    Row(f"{_ROLLOUT}.cudagraph_capture_sizes", (), _vllm_argument),
     *(Row(pattern, off) for pattern, off in _LATER.items()),
 )
 

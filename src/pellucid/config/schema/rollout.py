@@ -114,6 +114,9 @@ class RolloutConfig:
     """Do without compiled graphs, which take minutes to make and pay on GPUs in long runs."""
     gpu_memory_utilization: Annotated[float, Range(gt=0, le=1)] = option(0.5, needs=VLLM)
     """Share of a GPU's memory that the engine takes, weights and cache together."""
+    free_cache_engine: bool = option(True, needs=VLLM)
+    """Give the GPU memory of weights and cache to the trainer while it works on the engine's devices; on CPUs vLLM
+    keeps it."""
     max_model_len: Positive | None = option(None, needs=VLLM)
     """Longest sequence the engine makes room for; null: `prompt_length` and `response_length` together."""
     enable_chunked_prefill: bool = option(True, needs=VLLM)

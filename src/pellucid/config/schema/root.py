@@ -75,6 +75,12 @@ class RunConfig:
         return rollout.name != "native" or rollout.mode == "separate"
 
     @property
+    def engines_sleep(self) -> bool:
+        """Whether engines beside the trainer give it their devices' memory while it works."""
+        rollout = self.actor_rollout_ref.rollout
+        return rollout.name != "native" and rollout.mode == "colocated" and rollout.free_cache_engine
+
+    @property
     def rollout_machines(self) -> tuple[int, int]:
         """The devices on a machine that engines sample on, and the number of such machines."""
         of = self.actor_rollout_ref.rollout if self.actor_rollout_ref.rollout.mode == "separate" else self.trainer

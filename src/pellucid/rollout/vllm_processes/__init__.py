@@ -32,7 +32,7 @@ def check_vllm(options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-        for name in options.keys() - known:
+        for name in {name for name, value in options.items() if value is not None} - set(known):
             match = nearest(name, known)
             remedy = f"Did you mean '{match}'?" if match else "`vllm serve --help` lists what there is."
             raise UserError(f"{_OPTIONS}.{name}", f"is no argument of vLLM {installed}.", remedy)
