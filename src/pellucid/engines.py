@@ -4,6 +4,7 @@
 `make_replica`.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pellucid import devices
 from pellucid.config import RunConfig
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.loading import load_policy, run_tokenizer, torch_dtype
+from pellucid.observe.captures import save_folder
 from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy
@@ -140,8 +142,32 @@ def _make_vllm_replica(config: RunConfig) -> RolloutEngine:
 
     model, tokenizer = config.actor_rollout_ref.model, run_tokenizer(config)
     ends = response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
-    start, seed = partial(OwnVllm.start, vllm_options(config)), config.actor_rollout_ref.rollout.seed
-    return VllmRolloutEngine(start, tokenizer, ends, seed=seed)
+    start = partial(OwnVllm.start, _vllm_profiler(config) | vllm_options(config))
+    return VllmRolloutEngine(start, tokenizer, ends, seed=config.actor_rollout_ref.rollout.seed)
+
+
+def _vllm_profiler(config: RunConfig) -> dict[str, Any]:
+    """Return vLLM's argument for traces of itself, where the run is to capture it; its profiler is set up at its start
+    alone.
+    """
+    section = config.actor_rollout_ref.rollout.profiler
+    contents = section.tool_config.torch.contents
+    if not config.global_profiler.steps or not section.collects or section.tool != "torch":
+        return {}
+    folder = save_folder(section.save_path, Path(config.trainer.default_local_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "profiler_config": {
+            "profiler": "torch",
+            "torch_profiler_dir": tempfile.mkdtemp(prefix="vllm-in-progress-", dir=folder),
+            "torch_profiler_activities": [name.upper() for name in contents if name in ("cpu", "cuda")] or None,
+            "torch_profiler_record_shapes": "shapes" in contents,
+            "torch_profiler_with_memory": "memory" in contents,
+            "torch_profiler_with_stack": "stack" in contents or "module" in contents,
+            "torch_profiler_dump_cuda_time_total": False,  # a table, printed
+            "ignore_frontend": True,  # which is the trainer's process
+        }
+    }
 
 
 @dataclass(frozen=True, slots=True)

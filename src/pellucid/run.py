@@ -213,6 +213,7 @@ def build_run(
         profiler.spans.record_call,
     )
     engine = placement.roles.engine_of(Stage.ROLLOUT_GENERATE)
+    profiler.replicas = engine.replicas
     is_seen = bool(engine.modules or engine.replicas)  # ranks show what they sample themselves
     return Run(
         config=config,

@@ -7,6 +7,7 @@ from config_cases import error_of, load, notices
 from pellucid.config import load_config
 from pellucid.config.compat import migrate
 from pellucid.config.validate.profiling import collecting_roles
+from pellucid.observe.captures import controller_request, rank_request
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout"))
 RANKS = ["trainer.placement=ray", "trainer.n_gpus_per_node=2"]
@@ -494,3 +495,33 @@ def test_what_collects_nothing_is_said_before_the_run(overrides, words):
 def test_a_switched_off_profiler_says_nothing():
     assert load().notices == []
     assert load("global_profiler.save_path=outputs/profile", "global_profiler.steps=null").notices == []
+
+
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+WINDOW = ("schedule.stages=[rollout_generate]", "schedule.unit=decode_step")
+
+
+@pytest.mark.parametrize(
+    ("tool", "profiler", "field"),
+    [
+        ("torch", ["all_ranks=true"], "tool_config.torch.discrete"),
+        ("nsys", ["all_ranks=true"], "tool"),
+        ("torch", ["ranks=[1]", "tool_config.torch.discrete=true"], "ranks"),
+        ("torch", ["ranks=[0]", *WINDOW, "schedule.repeat=2"], "schedule.repeat"),
+        ("torch", ["ranks=[0]", *WINDOW, "schedule.warmup=1"], "schedule.warmup"),
+    ],
+)
+def test_what_cannot_be_captured_of_engines_beside_the_trainer_is_refused(tool, profiler, field):
+    keys = (f"{ROLLOUT}.{key}" for key in ("enable=true", *profiler))
+    error = error_of(VLLM, f"global_profiler.tool={tool}", "global_profiler.steps=[1]", *keys)
+    assert f"{ROLLOUT}.{field}" in str(error)
+
+
+def test_captures_of_engines_beside_the_trainer_are_asked_of_the_controller(tmp_path):
+    keys = ("enable=true", "all_ranks=true", *WINDOW, "schedule.skip_first=2", "schedule.active=3")
+    changes = [f"{ROLLOUT}.{key}" for key in keys] + ["global_profiler.tool=torch", "global_profiler.steps=[1]"]
+    config = load(VLLM, *changes).config
+    request = controller_request(config, tmp_path, ["actor", "rollout"], "cpu")
+    assert request is not None and request.whole_step is None
+    assert request.roles["rollout"].replicas == (0,)
+    assert rank_request(config, tmp_path, pool="policy", roles=["rollout"], rank=0, num_ranks=1, device="cpu") is None

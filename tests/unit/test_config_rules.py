@@ -187,13 +187,6 @@ def test_keys_of_later_versions_are_refused_when_on(key):
     assert "Remove it" in error.remedy
 
 
-def test_captures_of_vllms_processes_are_refused():
-    profiler = ("enable=true", "all_ranks=true")
-    captured = ("global_profiler.tool=torch", "global_profiler.steps=[1]", *(f"{ROLLOUT}.profiler.{key}" for key in profiler))
-    text = str(error_of(f"{ROLLOUT}.name=vllm", *captured))
-    assert f"{ROLLOUT}.profiler.enable" in text and "not captured in this version" in text
-
-
 def test_several_later_keys_are_refused_together():
     assert "2 mistakes" in str(error_of(f"{ACTOR}.freeze_vision_tower=true", f"{ACTOR}.use_fused_kernels=true"))
 

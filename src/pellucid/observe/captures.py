@@ -39,13 +39,14 @@ def rank_request(
     config: RunConfig, run_dir: Path, *, pool: str, roles: Collection[str], rank: int, num_ranks: int, device: str
 ) -> ProcessRequest | None:
     """Return what a rank is asked to capture; None when that is nothing."""
-    chosen = _role_requests(config, run_dir, roles, rank)
+    chosen = _role_requests(config, run_dir, [role for role in roles if not _is_beside(config, role)], rank)
     return _request(config, run_dir, chosen, f"{pool}_rank_{rank}", pool, device, rank, num_ranks)
 
 
 def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str], device: str) -> ProcessRequest | None:
     """Return what the controller's process, in which `roles` live, is asked to capture; None when that is nothing."""
-    profiler, chosen = config.global_profiler, _role_requests(config, run_dir, roles, 0)
+    captured = {*roles, "rollout"} if _is_beside(config, "rollout") else roles
+    profiler, chosen = config.global_profiler, _role_requests(config, run_dir, captured, 0)
     wanted = profiler.controller
     if wanted is None:
         wanted = profiler.tool == "nsys" and not roles
@@ -77,8 +78,12 @@ def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], ran
     """Return what is captured of each of a process's roles; roles of which nothing is are left out."""
     requests, precision = {}, config.global_profiler.global_tool_config.precision_debugger
     for name in roles:
-        section = config.profilers[name]
-        if section.tool is None or not section.enable or not (section.all_ranks or rank in section.ranks):
+        section, replicas = config.profilers[name], ()
+        if section.tool is None or not section.collects:
+            continue
+        if _is_beside(config, name):
+            replicas = tuple(range(config.num_replicas)) if section.all_ranks else tuple(section.ranks)
+        elif not section.all_ranks and rank not in section.ranks:
             continue
         windows, stages = _windows(name, section), None
         # A schedule without a stage of this role, as one that follows the actor may have, captures nothing of it.
@@ -87,8 +92,14 @@ def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], ran
             stages = frozenset(stage for stage in stages_of(name) if precision.covers(stage))
         if captures and stages != frozenset():
             folder = save_folder(section.save_path, run_dir)
-            requests[name] = RoleRequest(section.tool, folder, section.discrete, windows, section.tool_config, stages)
+            tool, options = section.tool, section.tool_config
+            requests[name] = RoleRequest(tool, folder, section.discrete, windows, options, stages, replicas)
     return requests
+
+
+def _is_beside(config: RunConfig, role: str) -> bool:
+    """Return whether a role's work is done by engines beside the trainer, which the controller captures."""
+    return role == "rollout" and config.has_replicas
 
 
 def _windows(role: str, section: ProfilerConfig) -> dict[Stage, ScheduleConfig]:

@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,11 +23,13 @@ from pellucid.observe.manifest import Journal, ProfileFailure, ProfileFile, plai
 from pellucid.observe.request import ProcessRequest, RoleRequest, num_units, unit_action
 from pellucid.observe.spans import SpanRecorder
 from pellucid.observe.tables import size
-from pellucid.observe.tools import Capture, KeptInPartError, TensorTool, Tool, tool_class
+from pellucid.observe.tools import Capture, KeptInPartError, TensorTool, Tool, engine_tool_class, tool_class
 from pellucid.stages import PREFILL, ROLE_OF, UNITS_OF, Stage, TokenSpans, Unit
 
 if TYPE_CHECKING:
     import torch
+
+    from pellucid.rollout.requests import RolloutEngine
 
 Result = TypeVar("Result")
 WRITE = "write_profile"
@@ -75,6 +77,8 @@ class _StageRun:
     """Which units are captured; None: all of the stage."""
     opened: _Open | None = None
     """Its own capture."""
+    engines: list[_Open] = field(default_factory=list)
+    """Those of engines that it samples with, which have processes of their own."""
     num_units: int = 0
     """Units of the schedule's kind that have begun."""
     first_unit: int = 0
@@ -114,6 +118,8 @@ class ProcessProfiler:
         self.spans, self.request, self._say, self._on_write = spans, request, say, on_write
         self.models_of: Callable[[Stage], tuple[torch.nn.Module, ...]] = lambda stage: ()
         """The modules that a stage runs in this process."""
+        self.replicas: Mapping[str, RolloutEngine] = {}
+        """The engines in processes of their own that rollouts are sampled with, in the order of their numbers."""
         self.writing = False
         """Whether a tool writes its files at this moment."""
         self._runs: list[_StageRun] = []
@@ -175,13 +181,17 @@ class ProcessProfiler:
         try:
             if run.role is not None:
                 self._calls[step, stage] += 1
-                run.window = run.role.windows.get(stage)
-                if run.window is None:
+                run.window = None if run.role.replicas else run.role.windows.get(stage)
+                if run.role.replicas:
+                    run.engines = self._begin_engines(run, run.role)
+                elif run.window is None:
                     run.opened = self._begin(run.role, self._capture(run.role, ROLE_OF[stage], step, stage))
             try:
                 with self.spans.span(stage, step=step), self._range(run, stage):
                     yield
             finally:
+                for opened in run.engines:
+                    self._end(opened)
                 if run.window is None:
                     self._end(run.opened)
                 else:
@@ -332,6 +342,20 @@ class ProcessProfiler:
             folder, name, step, stage, request.rank, request.num_ranks, call=call, window=window, models=models
         )
 
+    def _begin_engines(self, run: _StageRun, role: RoleRequest) -> list[_Open]:
+        """Begin captures of the engines that a role asks for; of a window, these count its steps themselves."""
+        capture = self._capture(role, ROLE_OF[run.stage], run.step, run.stage)
+        if (window := role.windows.get(run.stage)) is not None:
+            skip = window.skip_first + window.wait
+            capture = replace(capture, skip_steps=skip, num_steps=window.active)
+        opened = []
+        for number, engine in enumerate(self.replicas.values()):
+            if number in role.replicas:
+                folder = role.folder / f"rollout_replica{number}"
+                mine = replace(capture, folder=folder, rank=number, num_ranks=len(self.replicas), engine=engine)
+                opened.append(self._begin(role, mine))
+        return [one for one in opened if one is not None]
+
     def _begin(self, role: RoleRequest, capture: Capture, *, warm_up: bool = False) -> _Open | None:
         """Begin a capture, or its warm-up; None where that did not work."""
         assert self.request is not None
@@ -339,10 +363,12 @@ class ProcessProfiler:
             return None
         with self._lock, self.spans.detail(WRITE, step=capture.step), self._guarded("start", capture, role):
             self._check_budget()
-            kind, settings = tool_class(role.tool), self.request.settings(role)
+            find = tool_class if capture.engine is None else engine_tool_class
+            kind, settings = find(role.tool), self.request.settings(role)
             kind.check(settings)
             tool = kind(settings)
-            self._check_alone(role, tool)
+            if capture.engine is None:
+                self._check_alone(role, tool)
             capture.folder.mkdir(parents=True, exist_ok=True)
             (tool.warm_up if warm_up else tool.start)(capture)
             opened = _Open(capture, role, tool, time.time(), collecting=not warm_up)
@@ -365,7 +391,7 @@ class ProcessProfiler:
         at_tensors = isinstance(tool, TensorTool)
         for other in self._opened:
             alike = isinstance(other.tool, TensorTool) == at_tensors
-            if alike and not (at_tensors and other.thread != threading.get_ident()):
+            if alike and other.capture.engine is None and not (at_tensors and other.thread != threading.get_ident()):
                 what = "the whole step" if other.capture.stage is None else f"stage {other.capture.stage}"
                 reason = f"{role.tool} records a process as a whole, and {what} was being recorded"
                 raise _LeftOutError(f"{reason}: this capture is left out")

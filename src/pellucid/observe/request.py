@@ -54,6 +54,8 @@ class RoleRequest:
     options: RoleToolConfig = field(default_factory=RoleToolConfig)
     stages: frozenset[Stage] | None = None
     """The ones that are captured; None: all that follow the role's settings."""
+    replicas: tuple[int, ...] = ()
+    """Of the rollout, the engines beside the trainer that are captured, in place of this process."""
 
     def captures(self, stage: Stage) -> bool:
         """Whether a stage has captures of its own."""
@@ -94,7 +96,8 @@ class ProcessRequest:
     @property
     def whole_step(self) -> RoleRequest | None:
         """The settings of the capture of whole steps; None where there is none."""
-        return next((role for role in self.roles.values() if not role.discrete and not role.windows), None)
+        roles = (role for role in self.roles.values() if not role.replicas)
+        return next((role for role in roles if not role.discrete and not role.windows), None)
 
 
 def is_strict(config: GlobalProfilerConfig, tools: Collection[str | None]) -> bool:

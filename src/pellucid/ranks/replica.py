@@ -224,8 +224,8 @@ class RemoteReplica(RolloutEngine):
         await self._call("wake")
 
     @override
-    async def start_profile(self, folder: Path) -> None:
-        await self._call("start_profile", folder.absolute())
+    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
+        await self._call("start_profile", folder.absolute(), skip_steps, num_steps)
 
     @override
     async def stop_profile(self) -> list[Path]:

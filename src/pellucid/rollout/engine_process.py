@@ -154,9 +154,9 @@ class EngineProcess(RolloutEngine):
         """Undo `sleep`."""
         await self._call("wake")
 
-    async def start_profile(self, folder: Path) -> None:
+    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
         """Record a trace of the process."""
-        await self._call("start_profile", folder)
+        await self._call("start_profile", folder, skip_steps, num_steps)
 
     async def stop_profile(self) -> list[Path]:
         """End the trace and return its files."""

@@ -160,10 +160,12 @@ class ReplicaSet(RolloutEngine):
         """Undo `sleep`."""
         await self._all(lambda engine: engine.wake())
 
-    async def start_profile(self, folder: Path) -> None:
+    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
         """Record a trace of each replica into a folder of its own."""
         for name, engine in self.replicas.items():
-            await engine.start_profile(folder / name.replace(" ", "_"))
+            place = folder / name.replace(" ", "_")
+            place.mkdir(exist_ok=True)
+            await engine.start_profile(place, skip_steps, num_steps)
 
     async def stop_profile(self) -> list[Path]:
         """End the traces and return their files."""

@@ -212,8 +212,17 @@ class RolloutEngine(Protocol):
     async def wake(self) -> None:
         """Undo `sleep`."""
 
-    async def start_profile(self, folder: Path) -> None:
-        """Record a trace of the engine's own processes, to be written into `folder`."""
+    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
+        """Record a trace of the engine's own processes, to be written into `folder`.
+
+        Args:
+            folder: it exists, on this host or on storage that is shared with the engine's.
+            skip_steps: steps of the engine that are left out first.
+            num_steps: steps that are recorded then; None: all until `stop_profile`.
+
+        Raises:
+            UserError: the engine cannot.
+        """
 
     async def stop_profile(self) -> list[Path]:
         """End the trace and return its files."""

@@ -72,11 +72,9 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     if without := [role.key for role in collecting if role.block.tool is None]:
         reason = f"is null, but steps {profiler.steps} are to be profiled ({', '.join(without)})."
         yield UserError(_TOOL, reason, f"Set it to one of {_TOOLS}.")
-    engine = config.actor_rollout_ref.rollout.name
     for role in collecting:
         if role.name == "rollout" and config.has_replicas:
-            reason = f"{engine} samples in processes of its own, which are not captured in this version."
-            yield UserError(f"{role.key}.enable", reason, "Set it to false; all other stages are captured.")
+            yield from _replicas(config, role)
         yield from _ranks(config, role)
         yield from _windows(role)
     yield from _modes(config, collecting)
@@ -94,12 +92,34 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             yield from msprobe_json.mistakes(settings.config_path, settings)
 
 
+def _replicas(config: RunConfig, role: Role) -> Iterator[UserError]:
+    """Yield what cannot be captured of engines that have processes of their own."""
+    engine, block, schedule = config.actor_rollout_ref.rollout.name, role.block, role.block.schedule
+    off = f"or set {role.key}.enable: false; all other stages are captured."
+    if block.tool != "torch":
+        reason = f"{block.tool} sees nothing of engines in processes of their own, as those of {engine} are here."
+        yield UserError(f"{role.key}.tool", reason, f"Set it to torch, {off}")
+    elif not block.captures_stages:
+        reason = "an engine in processes of its own has captures of its own, and these are of stages."
+        yield UserError(role.mode_key, reason, f"Set it to true, {off}")
+    elif "rollout_generate" in schedule.stages:
+        if engine != "vllm":
+            reason = f"{engine} counts no decode steps where it has a process of its own."
+            yield UserError(f"{role.key}.schedule.stages", reason, f"Leave rollout_generate out, {off}")
+        for name, only in (("warmup", 0), ("repeat", 1)):
+            if (value := vars(schedule)[name]) != only:
+                reason = f"{value} cannot be: {engine}'s own profiler leaves steps out and records steps, once."
+                yield UserError(f"{role.key}.schedule.{name}", reason, f"Set it to {only}.")
+
+
 def _ranks(config: RunConfig, role: Role) -> Iterator[UserError]:
-    ranks, count = role.block.ranks, config.pool_ranks(role.name)
+    beside = role.name == "rollout" and config.has_replicas
+    ranks, count = role.block.ranks, config.num_replicas if beside else config.pool_ranks(role.name)
     if ranks and role.block.all_ranks:
         yield UserError(f"{role.key}.ranks", f"{ranks} has no effect while all_ranks is true.", "Remove one.")
     elif unknown := [rank for rank in ranks if rank >= count]:
-        reason = f"there is no rank {', '.join(map(str, unknown))} among 0 to {count - 1}."
+        what = "replica" if beside else "rank"
+        reason = f"there is no {what} {', '.join(map(str, unknown))} among 0 to {count - 1}."
         yield UserError(f"{role.key}.ranks", reason, "Name those alone, or set all_ranks: true in place of ranks.")
 
 

@@ -13,6 +13,8 @@ TOOLS: dict[str, str] = {
     "npu": "pellucid.observe.tools.npu:NpuTool",
     "precision_debugger": "pellucid.observe.tools.precision_debugger:PrecisionDebuggerTool",
 }
+ENGINE_TOOLS = {"torch": "pellucid.observe.tools.engine_tools:EngineTraceTool"}
+"""What looks into rollout engines that have processes of their own."""
 
 
 def tool_class(name: str) -> type[Tool]:
@@ -25,8 +27,18 @@ def tool_class(name: str) -> type[Tool]:
         from pellucid.plugins import load_object
 
         return load_object(name, "global_profiler.tool")
-    module, _, attribute = TOOLS[name].partition(":")
+    return _loaded(TOOLS[name])
+
+
+def engine_tool_class(name: str) -> type[Tool]:
+    """Return the class that does what a tool does for an engine in processes of its own."""
+    return _loaded(ENGINE_TOOLS[name])
+
+
+def _loaded(path: str) -> type[Tool]:
+    module, _, attribute = path.partition(":")
     return vars(importlib.import_module(module))[attribute]
 
 
-__all__ = ["TOOLS", "Capture", "KeptInPartError", "TensorTool", "Tool", "ToolSettings", "tool_class"]
+__all__ = ["TOOLS", "Capture", "KeptInPartError", "TensorTool", "Tool", "ToolSettings", "engine_tool_class"]
+__all__ += ["tool_class"]

@@ -20,6 +20,8 @@ from pellucid.stages import Stage, TokenSpans
 if TYPE_CHECKING:  # what only reads requests does without torch
     import torch
 
+    from pellucid.rollout.requests import RolloutEngine
+
 
 @dataclass(frozen=True, slots=True)
 class ToolSettings:
@@ -54,6 +56,12 @@ class Capture:
     pid: int = field(default_factory=os.getpid)
     models: tuple[torch.nn.Module, ...] = ()
     """What the stage runs, each chunk of a model that is cut into several; empty for a whole step."""
+    engine: RolloutEngine | None = None
+    """The engine that is captured, which has processes of its own; None: this process is."""
+    skip_steps: int = 0
+    """Steps of the engine that are left out first."""
+    num_steps: int | None = None
+    """Steps of the engine that are captured then; None: all to the end of the stage."""
 
     @property
     def again(self) -> str:

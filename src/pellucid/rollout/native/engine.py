@@ -226,8 +226,9 @@ class NativeRolloutEngine(RolloutEngine):
         self._contexts.clear()
         self.decoder.drop_cache()
 
-    async def start_profile(self, folder: Path) -> None:
+    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
         """Record a trace of this process by torch's profiler."""
+        assert num_steps is None, "in the trainer's process its profiler counts steps, and elsewhere nobody does"
         self._profile = torch.profiler.profile(), folder
         self._profile[0].start()
 

@@ -16,7 +16,7 @@ class EngineNumbers(StatLoggerBase):
         self._listener = listener
         self._computed = self._reused = self._sampled = self._preemptions = self._answered = 0
         self._queue_s = self._prefill_s = self._decode_s = self._busy_s = 0.0
-        self._last = time.perf_counter()
+        self._last, self._is_busy = time.perf_counter(), False
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """Take in the numbers of a step."""
@@ -33,11 +33,15 @@ class EngineNumbers(StatLoggerBase):
                     self._queue_s += request.queued_time
                     self._prefill_s += request.prefill_time
                     self._decode_s += request.decode_time
+        step = None if scheduler_stats is None else scheduler_stats.iteration_details
+        if self._is_busy:
             self._busy_s += now - self._last
+        elif step is not None:  # the first after a time without requests
+            self._busy_s += step.elapsed_ms / 1000
         self._last = now
         if scheduler_stats is None:
             return
-        step = scheduler_stats.iteration_details
+        self._is_busy = scheduler_stats.num_running_reqs + scheduler_stats.num_waiting_reqs > 0
         self._listener(
             EngineStats(
                 prefilling=0 if step is None else min(step.num_ctx_requests, scheduler_stats.num_running_reqs),

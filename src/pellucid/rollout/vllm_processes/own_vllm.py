@@ -1,8 +1,11 @@
 """vLLM in processes of its own on this host: its engine core, and the workers that this starts."""
 
+import contextlib
 import os
+import shutil
 import signal
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, Self
 
 from pellucid.process_guard import ProcessGuard
@@ -26,9 +29,12 @@ ARGUMENTS = {
 class OwnVllm(Vllm):
     """vLLM's `AsyncLLM`."""
 
-    def __init__(self, llm: Any, guard: ProcessGuard) -> None:
-        """Speak to `llm`, whose processes `guard` ends when this one does."""
-        self._llm, self._guard = llm, guard
+    def __init__(self, llm: Any, guard: ProcessGuard, traces: Path | None = None) -> None:
+        """Speak to `llm`, whose processes `guard` ends when this one does.
+
+        `traces` is where its profiler writes; None: it was started without.
+        """
+        self._llm, self._guard, self._traces, self._folder = llm, guard, traces, Path()
 
     @classmethod
     async def start(cls, options: dict[str, Any], record: Record) -> Self:
@@ -51,7 +57,8 @@ class OwnVllm(Vllm):
         with guard.watching_children():  # the engine core sees to its workers, and nobody to the engine core
             llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: EngineNumbers(record)])
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        return cls(llm, guard)
+        traces = options.get("profiler_config", {}).get("torch_profiler_dir")
+        return cls(llm, guard, traces and Path(traces))
 
     @property
     def gone(self) -> str:
@@ -101,7 +108,26 @@ class OwnVllm(Vllm):
         """Undo `sleep`."""
         await self._llm.wake_up()
 
+    async def start_profile(self, folder: Path, skip_steps: int, num_steps: int | None) -> None:
+        """Let its profiler begin."""
+        if self._traces is None:
+            return await super().start_profile(folder, skip_steps, num_steps)
+        # vLLM counts the step at whose beginning it starts, and stops at the beginning of the one after the last.
+        delay = skip_steps + 1 if skip_steps else 0
+        await self._llm.start_profile(delay_iterations=delay, max_iterations=num_steps or 0)
+        await self._llm.collective_rpc("print_no_tables")
+        self._folder = folder
+
+    async def stop_profile(self) -> list[Path]:
+        """Let it end, and put its traces where they were asked for."""
+        assert self._traces is not None
+        await self._llm.stop_profile()
+        return [Path(shutil.move(file, self._folder / file.name)) for file in sorted(self._traces.glob("*.json*"))]
+
     async def close(self) -> None:
         """End the processes."""
         self._llm.shutdown()
         self._guard.close()
+        if self._traces is not None:
+            with contextlib.suppress(OSError):  # it may be the user's own, and hold other things
+                self._traces.rmdir()

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pellucid.errors import NORMALISER, NonFiniteError, RunFailedError
+from pellucid.errors import NORMALISER, NonFiniteError, RunFailedError, UserError
 from pellucid.rollout.listeners import ProgressListeners
 from pellucid.rollout.requests import (
     Completion,
@@ -86,6 +86,15 @@ class Vllm(Protocol):
 
     async def wake(self) -> None:
         """Undo `sleep`."""
+
+    async def start_profile(self, folder: Path, skip_steps: int, num_steps: int | None) -> None:
+        """Begin to record traces, as `RolloutEngine.start_profile` says."""
+        reason = "this vLLM was started without a profiler, or runs elsewhere."
+        raise UserError("actor_rollout_ref.rollout.profiler", reason, "Set enable: false.")
+
+    async def stop_profile(self) -> list[Path]:
+        """End that and return the traces."""
+        return []
 
     async def look(self) -> None:
         """See how it is doing; called every `WATCH_EVERY_S`."""
@@ -239,13 +248,13 @@ class VllmRolloutEngine(RolloutEngine):
         """Return what the engine does at this moment."""
         return replace(self._stats, version=self._version)
 
-    async def start_profile(self, folder: Path) -> None:
-        """Refuse: the config says so before, too."""
-        raise RuntimeError("vLLM's processes are not captured in this version")
+    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
+        """Record traces with vLLM's own profiler."""
+        await self._there(self._vllm.start_profile(folder, skip_steps, num_steps))
 
     async def stop_profile(self) -> list[Path]:
-        """Return nothing, as nothing was begun."""
-        return []
+        """End the recording and return the traces, one of each worker."""
+        return await self._there(self._vllm.stop_profile())
 
     def close(self) -> None:
         """Let go of vLLM, and end the thread that spoke with it."""

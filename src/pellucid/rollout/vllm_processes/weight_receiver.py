@@ -25,6 +25,7 @@ class WeightReceiver:
 
     model_runner: Any
     parallel_config: Any
+    profiler: Any
 
     def take_weights(self, handle: str, verify: bool) -> Difference | None:
         """Load the weights of a `WeightHandle` in JSON; return the first that is not what was sent.
@@ -59,6 +60,10 @@ class WeightReceiver:
             if embedding is not None:
                 arrived["lm_head.weight"] = arrived[embedding]
         return first_difference(model, arrived, self.model_runner.model_config.dtype)
+
+    def print_no_tables(self) -> None:
+        """Let the profiler that has begun write its trace alone: on a CPU it prints a table of operators, too."""
+        self.profiler.dump_cpu_time_total = False
 
     def pack_head(self, model: Any) -> None:
         """Pack the output head anew: a tied one shares the embeddings, and on a CPU keeps a packed copy of the old."""

@@ -1,0 +1,88 @@
+"""What a run sees of the real vLLM: its numbers, its traces, and the first of its modules that computes something else.
+
+It needs an environment with vLLM: `make test-vllm` makes one. One engine core, with a small cache, serves all tests.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine_cases import LONG, STREAM, TOKENIZER, Pair, replicated, some_prompts, trainer_of
+from tiny import EOS
+
+from pellucid.agents.single_turn import sample_rollouts
+from pellucid.config.schema.profiler import GlobalProfilerConfig, ScheduleConfig
+from pellucid.observe.manifest import read_journals
+from pellucid.observe.process import ProcessProfiler
+from pellucid.observe.replica_tracks import ReplicaTracks
+from pellucid.observe.request import ProcessRequest, RoleRequest
+from pellucid.observe.spans import SpanRecorder
+from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
+from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
+from pellucid.stages import Stage
+from pellucid.training.common.models import BUILTIN_FOLDER
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+STAGE = Stage.ROLLOUT_GENERATE
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    traces = tmp_path_factory.mktemp("traces")
+    options = {
+        "model": str(BUILTIN_FOLDER),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 32,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 3 << 20,
+        "async_scheduling": False,
+        "profiler_config": {"profiler": "torch", "torch_profiler_dir": str(traces), "ignore_frontend": True},
+    }
+    pair = replicated(trainer_of("tied"), VllmRolloutEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0))
+    yield pair
+    pair.engine.close()
+
+
+def profiler_of(pair: Pair, folder: Path, role: RoleRequest) -> ProcessProfiler:
+    """Return the controller's profiler, which is to capture the engine in step 1."""
+    config = GlobalProfilerConfig(tool=role.tool, steps=[1], strict=True)
+    request = ProcessRequest("controller", "policy", 0, 1, {"rollout": role}, folder / ".journals", config)
+    profiler = ProcessProfiler(SpanRecorder(), request, print)
+    profiler.replicas = pair.engine.replicas
+    return profiler
+
+
+def test_a_cache_that_is_too_small_shows_in_the_numbers(pair):
+    tracks = ReplicaTracks(SpanRecorder(), pair.engine.replica_stats, show=False)
+    few, many = some_prompts(1), some_prompts(12)
+    sample_rollouts(pair.engine, few, replace(LONG, max_tokens=20), stream=STREAM)
+    alone = tracks.step_metrics()
+    assert alone["perf/rollout_requests"] == 1 and alone["perf/rollout_preemptions"] == 0
+    assert alone["perf/rollout_decode_s"] > 0 < alone["perf/rollout_prefill_s"]
+    sample_rollouts(pair.engine, many, replace(LONG, max_tokens=200), stream=STREAM)
+    starved = tracks.step_metrics()
+    assert starved["perf/rollout_requests"] == 12 and starved["perf/rollout_preemptions"] > 0
+    assert starved["perf/rollout_queue_s"] > 10 * alone["perf/rollout_queue_s"]
+    assert starved["perf/rollout_tokens_per_s"] > 0
+
+
+def test_a_window_of_its_steps_is_captured(pair, tmp_path):
+    window = ScheduleConfig("decode_step", skip_first=2, active=3, stages=["rollout_generate"])
+    profiler = profiler_of(pair, tmp_path, RoleRequest("torch", tmp_path, windows={STAGE: window}, replicas=(0,)))
+    with profiler.stage(STAGE, 1):
+        sample_rollouts(pair.engine, some_prompts(3), replace(LONG, max_tokens=10), stream=STREAM)
+    [entry], failures = read_journals(tmp_path / ".journals")
+    assert not failures and (entry.role, entry.rank, entry.tool) == ("rollout", 0, "torch")
+    assert Path(entry.path).parent.name == "rollout_replica0"
+    events = json.loads(gzip.decompress((tmp_path / entry.path).read_bytes()))["traceEvents"]
+    steps = [event["name"] for event in events if event["name"].startswith("execute_") and event.get("cat") == "user_annotation"]
+    assert len(steps) == 3 and all("generation_3" in name for name in steps), "one step reads the prompts, two wait"
