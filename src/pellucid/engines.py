@@ -5,9 +5,9 @@
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,13 @@ from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
 from pellucid.rollout.transports import BUCKET_BYTES, SHARED_MEMORY, WeightHandle, stored
 from pellucid.rollout.vllm_processes import check_vllm
+from pellucid.rollout.vllm_processes.joined_vllm import JoinedVllm
+from pellucid.rollout.vllm_processes.joining import NEEDED, check_servers, read_token, shape_of
+from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
+from pellucid.rollout.vllm_processes.vllm_engine import Record, Vllm, VllmRolloutEngine
 from pellucid.stages import NO_PROBE, Probe
 from pellucid.training.common.buckets import in_buckets
-from pellucid.training.common.models import eos_token_ids, model_folder, response_ends
+from pellucid.training.common.models import eos_token_ids, model_folder, read_config, response_ends
 from pellucid.training.fsdp import FsdpEngine
 from pellucid.training.protocol import WeightBucket
 
@@ -50,15 +54,18 @@ def make_replica(config: RunConfig) -> RolloutEngine:
 
 
 def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
-    """Return the replica on this host, with the weights that `actor` has at this moment."""
+    """Return the replica on this host, or the servers that are joined, with the weights of `actor` at this moment."""
 
     def send(digests: bool) -> AbstractContextManager[WeightHandle]:
-        return stored(sent_weights(config, actor, digests=digests), weight_folder(config, shares_memory=True))
+        return stored(sent_weights(config, actor, digests=digests), _folder_here(config))
 
-    engine = ENGINES[config.actor_rollout_ref.rollout.name]
-    replica = make_replica(config) if engine.has_processes else EngineProcess(partial(make_replica, config))
+    replicas = _join_servers(config)
+    if not replicas:
+        engine = ENGINES[config.actor_rollout_ref.rollout.name]
+        replica = make_replica(config) if engine.has_processes else EngineProcess(partial(make_replica, config))
+        replicas = {"replica 0": replica}
     section = config.actor_rollout_ref.rollout
-    replicas = ReplicaSet({"replica 0": replica}, send, section.verify_weights, longest_request(section))
+    replicas = ReplicaSet(replicas, send, section.verify_weights, longest_request(section))
     run_sync(replicas.load_weights(WeightUpdate(actor.version)))
     return replicas
 
@@ -83,6 +90,10 @@ def weight_folder(config: RunConfig, *, shares_memory: bool) -> Path:
     folder = Path(config.trainer.default_local_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _folder_here(config: RunConfig) -> Path:
+    return weight_folder(config, shares_memory=config.weight_transport == "shared_memory")
 
 
 def make_native_engine(
@@ -136,14 +147,37 @@ def vllm_options(config: RunConfig) -> dict[str, Any]:
     return own | {name: value for name, value in section.engine_kwargs.vllm.items() if value is not None}
 
 
-def _make_vllm_replica(config: RunConfig) -> RolloutEngine:
-    from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
-    from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
-
+def _vllm_engine(config: RunConfig, start: Callable[[Record], Coroutine[Any, Any, Vllm]]) -> RolloutEngine:
     model, tokenizer = config.actor_rollout_ref.model, run_tokenizer(config)
     ends = response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
-    start = partial(OwnVllm.start, _vllm_profiler(config) | vllm_options(config))
     return VllmRolloutEngine(start, tokenizer, ends, seed=config.actor_rollout_ref.rollout.seed)
+
+
+def _join_servers(config: RunConfig) -> dict[str, RolloutEngine]:
+    section = config.actor_rollout_ref.rollout
+    joins = {
+        address.partition("://")[2]: partial(JoinedVllm.join, address, read_token(section.server_token_file))
+        for address in section.server_addresses
+    }
+    return {name: _vllm_engine(config, join) for name, join in joins.items()}
+
+
+def _check_vllm(config: RunConfig) -> None:
+    policy, section = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    if not section.server_addresses:
+        check_vllm(section.engine_kwargs.vllm)
+        return
+    options = vllm_options(config)
+    usual = vllm_options(replace(config, actor_rollout_ref=replace(policy, rollout=RolloutConfig(name="vllm"))))
+    asked = {name: value for name, value in options.items() if value != usual.get(name)}
+    needed = NEEDED | {name: options[name] for name in ("dtype", "max_model_len")}
+    trusts, field = policy.model.trust_remote_code, "actor_rollout_ref.model.path"
+    facts = read_config(policy.model.path, policy.model.override_config, trust_remote_code=trusts, field=field)
+    check_servers(section, asked | needed, shape_of(facts), _folder_here(config))
+
+
+def _start_vllm(config: RunConfig) -> RolloutEngine:
+    return _vllm_engine(config, partial(OwnVllm.start, _vllm_profiler(config) | vllm_options(config)))
 
 
 def _vllm_profiler(config: RunConfig) -> dict[str, Any]:
@@ -181,8 +215,8 @@ class _Engine:
 ENGINES = {
     "native": _Engine(lambda _: None, _make_native_replica, has_processes=False),
     "vllm": _Engine(
-        lambda config: check_vllm(config.actor_rollout_ref.rollout.engine_kwargs.vllm),
-        _make_vllm_replica,
+        _check_vllm,
+        _start_vllm,
         has_processes=True,
     ),
 }

@@ -47,10 +47,10 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 2200,
+    ("loop", *sorted(RUN - {"loop"})): 2210,
     tuple(sorted(BASE)): 955,
     ("algo",): 1220,
-    ("config",): 3750,
+    ("config",): 3785,
     ("tasks", "data", "reward"): 1310,
     ("training",): 2500,
     ("roles",): 590,
@@ -59,7 +59,7 @@ BUDGETS = {
     ("observe",): 4860,
     ("precision",): 3200,
     ("metrics", "files"): 1150,
-    ("cli", "doctor"): 1920,
+    ("cli", "doctor"): 1980,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 

@@ -21,6 +21,7 @@ from pellucid.cli.export import export
 from pellucid.cli.precision import app as precision_app
 from pellucid.cli.profile import app as profile_app
 from pellucid.cli.rollouts import rollouts_command
+from pellucid.cli.serve import serve
 from pellucid.console import error_console
 from pellucid.errors import RunFailedError, UserError
 from pellucid.threads import yield_while_waiting
@@ -62,6 +63,7 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
 
 app.command("eval")(evaluate)
 app.command()(export)
+app.command()(serve)
 app.command("rollouts")(rollouts_command)
 app.command()(doctor)
 

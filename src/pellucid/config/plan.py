@@ -254,6 +254,8 @@ def _replicas(config: RunConfig) -> str:
     """Return what samples beside the trainer, where, and how weights get there."""
     rollout, (per_machine, machines) = config.actor_rollout_ref.rollout, config.rollout_machines
     transport = config.weight_transport or "shared_memory on one machine, else files"
+    if joined := rollout.server_addresses:
+        return f"{counted(len(joined), 'server')} of {rollout.name}, {', '.join(joined)}; weights by {transport}"
     if config.trainer.placement == "local":
         return f"1 of {rollout.name} on this machine; weights by {transport}"
     size, own = rollout.tensor_model_parallel_size, "of their own" if rollout.mode == "separate" else "of the trainers"

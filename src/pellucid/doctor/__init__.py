@@ -52,6 +52,8 @@ def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:
 
     if config is not None and config.global_profiler.steps and there_is_room:
         yield from software.check_profilers(config)
+    if config is not None and config.actor_rollout_ref.rollout.server_addresses:
+        yield network.check_servers(config)
     if config is not None and config.trainer.nnodes > 1:
         yield network.check_host_name()
     if with_ray:

@@ -6,9 +6,11 @@ import ipaddress
 import resource
 import socket
 
+from pellucid.config import RunConfig
 from pellucid.config.plan import counted
 from pellucid.doctor.findings import Finding
 from pellucid.doctor.machine import group_limits
+from pellucid.errors import UserError
 
 _OPEN_FILES = 4096
 """Below this Ray warns of failing connections."""
@@ -40,6 +42,17 @@ def check_host_name() -> Finding:
             remedy = "Other machines cannot reach it: let /etc/hosts give the network card's address, or set "
             remedy += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
     return Finding.judged("host name", f"{name}, {address}", remedy)
+
+
+def check_servers(config: RunConfig) -> Finding:
+    """Check that the servers which sample for a run answer, and serve its model as it asks."""
+    from pellucid.engines import check_engine
+
+    try:
+        check_engine(config)
+    except UserError as error:
+        return Finding.of_error("rollout servers", error)
+    return Finding("rollout servers", f"{', '.join(config.actor_rollout_ref.rollout.server_addresses)} can be joined")
 
 
 def check_open_files() -> Finding:

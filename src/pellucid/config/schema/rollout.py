@@ -78,6 +78,12 @@ class RolloutConfig:
     weight_transport: Literal["auto", "shared_memory", "files"] = option("auto", needs=Needs("has_replicas"))
     """How weights reach engines beside the trainer: through the memory of the machine that all are on, or through files
     in the run's folder; auto takes shared_memory where it can."""
+    server_addresses: list[str] = option(list, needs=VLLM)
+    """Servers, e.g. `http://10.0.0.2:8000`, that `pellucid serve` has started and that sample in place of engines that
+    the run starts; what this section says of engines must be so there."""
+    server_token_file: str | None = option("~/.pellucid/server_token", needs=VLLM)
+    """File with the secret that servers ask for, which `pellucid serve` writes where there is none; null: they ask for
+    none."""
     n: Positive = 1
     """Responses sampled per prompt; they form the group whose rewards are compared."""
     temperature: Annotated[float, Range(gt=0)] = 1.0

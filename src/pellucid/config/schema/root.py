@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pellucid.algo.catalog import estimator_entry
 from pellucid.config.fields import Range, option
@@ -78,7 +79,8 @@ class RunConfig:
     def engines_sleep(self) -> bool:
         """Whether engines beside the trainer give it their devices' memory while it works."""
         rollout = self.actor_rollout_ref.rollout
-        return rollout.name != "native" and rollout.mode == "colocated" and rollout.free_cache_engine
+        here = rollout.mode == "colocated" and not rollout.server_addresses
+        return rollout.name != "native" and here and rollout.free_cache_engine
 
     @property
     def rollout_machines(self) -> tuple[int, int]:
@@ -89,6 +91,8 @@ class RunConfig:
     @property
     def num_replicas(self) -> int:
         """Engines beside the trainer; one process has one."""
+        if joined := self.actor_rollout_ref.rollout.server_addresses:
+            return len(joined)
         per_machine, machines = self.rollout_machines
         size = self.actor_rollout_ref.rollout.tensor_model_parallel_size
         return per_machine * machines // size if self.trainer.placement == "ray" else 1
@@ -96,9 +100,13 @@ class RunConfig:
     @property
     def weight_transport(self) -> str | None:
         """How weights reach replicas; None where that depends on the machines of a cluster."""
-        asked = self.actor_rollout_ref.rollout.weight_transport
-        alone = self.trainer.ray_address is None
-        return asked if asked != "auto" else "shared_memory" if alone else None
+        rollout = self.actor_rollout_ref.rollout
+        if rollout.weight_transport != "auto":
+            return rollout.weight_transport
+        if joined := rollout.server_addresses:
+            here = all(urlsplit(address).hostname in ("127.0.0.1", "::1", "localhost") for address in joined)
+            return "shared_memory" if here else "files"
+        return "shared_memory" if self.trainer.ray_address is None else None
 
     @property
     def profilers(self) -> dict[str, ProfilerConfig]:

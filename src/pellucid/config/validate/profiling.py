@@ -96,7 +96,9 @@ def _replicas(config: RunConfig, role: Role) -> Iterator[UserError]:
     """Yield what cannot be captured of engines that have processes of their own."""
     engine, block, schedule = config.actor_rollout_ref.rollout.name, role.block, role.block.schedule
     off = f"or set {role.key}.enable: false; all other stages are captured."
-    if block.tool != "torch":
+    if config.actor_rollout_ref.rollout.server_addresses:
+        yield UserError(f"{role.key}.enable", "servers somewhere else are not captured.", "Set it to false.")
+    elif block.tool != "torch":
         reason = f"{block.tool} sees nothing of engines in processes of their own, as those of {engine} are here."
         yield UserError(f"{role.key}.tool", reason, f"Set it to torch, {off}")
     elif not block.captures_stages:

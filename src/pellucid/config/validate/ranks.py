@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,9 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
 def _replicas(config: RunConfig) -> Iterator[UserError]:
     """Yield a mistake for devices of rollout engines that do not come out."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    if rollout.server_addresses:
+        yield from _servers(config)
+        return
     if trainer.placement == "local":
         if rollout.mode == "separate":
             reason = "placement: local has no devices beside the trainer's."
@@ -71,6 +75,21 @@ def _replicas(config: RunConfig) -> Iterator[UserError]:
             f"{per_machine} = {per_machine // size} × {size} + {per_machine % size}."
         )
         yield UserError(f"{_ROLLOUT}.tensor_model_parallel_size", reason, f"Set it to a divisor of {per_machine}.")
+
+
+def _servers(config: RunConfig) -> Iterator[UserError]:
+    """Yield a mistake for servers that cannot be joined, whatever they answer."""
+    key, rollout = f"{_ROLLOUT}.server_addresses", config.actor_rollout_ref.rollout
+    for address, count in Counter(rollout.server_addresses).items():
+        if not re.fullmatch(r"https?://([^/\s:]+|\[[0-9a-fA-F:]+\]):\d+", address):
+            yield UserError(key, f"'{address}' is no address of a server.", "Write http://host:port.")
+        elif count > 1:
+            yield UserError(key, f"{address} is there {count} times.", "Name each server once.")
+    if config.trainer.placement == "ray":
+        reason = "servers are joined by a trainer in one process; ranks sample natively or with replicas of their own."
+        yield UserError(key, reason, "Set trainer.placement: local, or remove it.")
+    if rollout.mode == "separate":
+        yield UserError(f"{_ROLLOUT}.mode", "servers have devices of their own already.", "Remove it.")
 
 
 def absent_roles(config: RunConfig) -> dict[str, str]:

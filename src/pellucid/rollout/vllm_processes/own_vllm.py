@@ -23,7 +23,7 @@ ARGUMENTS = {
     "scheduling_policy": "priority",
     "worker_extension_cls": "pellucid.rollout.vllm_processes.weight_receiver.WeightReceiver",
 }
-"""What Pellucid needs of vLLM, in processes of its own and on a server."""
+"""What Pellucid adds to the arguments of `AsyncEngineArgs`, in processes of its own and on a server."""
 
 
 class OwnVllm(Vllm):

@@ -6,12 +6,15 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from pellucid.rollout.transports import NOT_ARRIVED, WeightHandle
+from pellucid.rollout.vllm_processes.joining import shape_of
 from pellucid.training.common.buckets import tensor_digest
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -24,8 +27,18 @@ class WeightReceiver:
     """Methods that vLLM mixes into its worker."""
 
     model_runner: Any
+    model_config: Any
+    cache_config: Any
     parallel_config: Any
+    scheduler_config: Any
     profiler: Any
+
+    def describe(self, names: list[str], file: str) -> dict[str, Any]:
+        """Tell a run that joins this server its arguments in `names`, its model, and whether it sees `file`."""
+        parts = self.model_config, self.cache_config, self.parallel_config, self.scheduler_config
+        had = {field.name: str(getattr(part, field.name)) for part in reversed(parts) for field in fields(part)}
+        model = shape_of(self.model_config.hf_config)
+        return {"arguments": {name: had.get(name) for name in names}, "model": model, "sees": Path(file).exists()}
 
     def take_weights(self, handle: str, verify: bool) -> Difference | None:
         """Load the weights of a `WeightHandle` in JSON; return the first that is not what was sent.
