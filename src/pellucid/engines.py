@@ -181,13 +181,13 @@ def _start_vllm(config: RunConfig) -> RolloutEngine:
 
 
 def _vllm_profiler(config: RunConfig) -> dict[str, Any]:
-    """Return vLLM's argument for traces of itself, where the run is to capture it; its profiler is set up at its start
-    alone.
-    """
+    """Return what vLLM needs at its start to be captured, where the run is to do that."""
     section = config.actor_rollout_ref.rollout.profiler
     contents = section.tool_config.torch.contents
-    if not config.global_profiler.steps or not section.collects or section.tool != "torch":
+    if not config.global_profiler.steps or not section.collects:
         return {}
+    if section.tool != "torch":  # hooks: a step begins only when the one before is known, and no token runs in vain
+        return {"async_scheduling": False}
     folder = save_folder(section.save_path, Path(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
     return {

@@ -575,7 +575,7 @@ def test_modules_that_one_run_does_not_call_are_missing_and_an_engine_may_lack_t
         dump.samples = dump.samples.set_column(0, "tensor", pa.array(names).dictionary_encode())
     one_way = by_sample([Capture("a", a)], [Capture("b", b)])
     other_way = by_sample([Capture("b", b)], [Capture("a", a)])
-    said = "step 1, actor_compute_log_prob, all ranks: 1 calls are only in {}, e.g. Module.model.norm.Norm.forward"
+    said = "step 1, actor_compute_log_prob, all ranks: 1 calls are only in {}, e.g. Module.model.norm.forward"
     assert (one_way.missing, other_way.missing) == ([said.format("A")], [said.format("B")])
     rollout = by_sample([Capture("a", a)], [Capture("replica 0", engine)])
     assert not rollout.missing and any("only in A, e.g. Module.model.norm.Norm.forward" in note for note in rollout.notes)

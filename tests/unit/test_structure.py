@@ -56,8 +56,8 @@ BUDGETS = {
     ("roles",): 590,
     ("rollout", "agents"): 4200,
     ("ranks",): 1850,
-    ("observe",): 4860,
-    ("precision",): 3200,
+    ("observe",): 4895,
+    ("precision",): 3400,
     ("metrics", "files"): 1150,
     ("cli", "doctor"): 1980,
 }

@@ -90,11 +90,13 @@ def capture_table(captures: Sequence[Capture], *, by_sample: bool = False) -> pa
 
 
 def call_key(entry: str, *, by_sample: bool) -> str | None:
-    """Return what a call is joined by: its name; by sample, of a module's forward calls that without their number."""
+    """Return what a call is joined by: its name; by sample, of a module's forward calls that without their number and
+    the module's class, of which an engine may have its own.
+    """
     name = parse_name(entry)
     if not by_sample:
         return entry
-    return f"{name.owner}.{FORWARD}" if name.is_module and name.direction == FORWARD else None
+    return f"Module.{name.label}.{FORWARD}" if name.is_module and name.direction == FORWARD else None
 
 
 def _row(tensor: str, stats: TensorStats, source: str, *, as_part: bool) -> tuple[Any, ...]:

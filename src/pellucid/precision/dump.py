@@ -104,6 +104,8 @@ class About:
     """Of the model's weights."""
     model: str = ""
     """Its class."""
+    engine: str = ""
+    """Whose kernels ran it; empty: the trainer's own."""
     started_at: float = 0.0
     """Seconds since 1970."""
     duration_s: float = 0.0

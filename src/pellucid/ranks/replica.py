@@ -228,6 +228,10 @@ class RemoteReplica(RolloutEngine):
         await self._call("start_profile", folder.absolute(), skip_steps, num_steps)
 
     @override
+    async def look_inside(self, function: str, *arguments: Any) -> list[Any]:
+        return await self._call("look_inside", function, *arguments)
+
+    @override
     async def stop_profile(self) -> list[Path]:
         return await self._call("stop_profile")
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from pellucid.errors import UserError
 from pellucid.rollout.transports import WeightHandle
 
 Result = TypeVar("Result")
@@ -227,6 +228,15 @@ class RolloutEngine(Protocol):
     async def stop_profile(self) -> list[Path]:
         """End the trace and return its files."""
         ...
+
+    async def look_inside(self, function: str, *arguments: Any) -> list[Any]:
+        """Call a function of `module:name` with each worker of the engine and plain arguments, and return its results.
+
+        Raises:
+            UserError: the engine has no workers that can be reached so.
+        """
+        reason = f"{type(self).__name__} does not let hooks into the processes of its engine."
+        raise UserError("actor_rollout_ref.rollout.profiler", reason, "Set enable: false.")
 
     def stats(self) -> EngineStats:
         """Return what the engine does at this moment; any thread may ask."""

@@ -98,6 +98,11 @@ def _replicas(config: RunConfig, role: Role) -> Iterator[UserError]:
     off = f"or set {role.key}.enable: false; all other stages are captured."
     if config.actor_rollout_ref.rollout.server_addresses:
         yield UserError(f"{role.key}.enable", "servers somewhere else are not captured.", "Set it to false.")
+    elif block.tool == _DEBUGGER:
+        level = config.global_profiler.global_tool_config.precision_debugger.level
+        if engine != "vllm" or not config.actor_rollout_ref.rollout.enforce_eager or level not in (None, "L0"):
+            reason = "of engines beside the trainer vllm alone shows its modules: with enforce_eager, at level L0."
+            yield UserError(f"{role.key}.tool", reason, f"Change these, {off}")
     elif block.tool != "torch":
         reason = f"{block.tool} sees nothing of engines in processes of their own, as those of {engine} are here."
         yield UserError(f"{role.key}.tool", reason, f"Set it to torch, {off}")

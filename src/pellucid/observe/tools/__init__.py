@@ -13,7 +13,10 @@ TOOLS: dict[str, str] = {
     "npu": "pellucid.observe.tools.npu:NpuTool",
     "precision_debugger": "pellucid.observe.tools.precision_debugger:PrecisionDebuggerTool",
 }
-ENGINE_TOOLS = {"torch": "pellucid.observe.tools.engine_tools:EngineTraceTool"}
+ENGINE_TOOLS = {
+    "torch": "pellucid.observe.tools.engine_tools:EngineTraceTool",
+    "precision_debugger": "pellucid.observe.tools.engine_tools:EnginePrecisionTool",
+}
 """What looks into rollout engines that have processes of their own."""
 
 

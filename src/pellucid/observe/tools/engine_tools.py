@@ -4,17 +4,20 @@ An engine records itself and writes the files; what is done here is to ask for i
 """
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from pellucid.observe.tools.base import Capture, Tool, ToolSettings, free_path
+from pellucid.observe.tools.base import Capture, KeptInPartError, Tool, ToolSettings, free_path
 from pellucid.observe.tools.torch_trace import TorchTool
 
 Result = TypeVar("Result")
+_WORKER = "pellucid.precision.vllm_capture"
 
 
 def ask(call: Coroutine[Any, Any, Result]) -> Result:
@@ -50,4 +53,34 @@ class EngineTraceTool(Tool):
             of = f"_worker{number}" if len(written) > 1 else ""
             ends = ".json.gz" if file.suffix == ".gz" else ".json"
             files.append(file.replace(free_path(capture.folder / f"{capture.name}{of}{ends}")))
+        return files
+
+
+class EnginePrecisionTool(Tool):
+    """Statistics of what vLLM's modules compute, by hooks in its workers, under the names of the trainer's modules."""
+
+    def __init__(self, settings: ToolSettings) -> None:
+        self._device = settings.device
+        self._capture: Capture | None = None
+        self._folder = Path()
+
+    @override
+    def start(self, capture: Capture) -> None:
+        assert capture.engine is not None and capture.stage is not None
+        folder = capture.folder / f"step_{capture.step}" / capture.stage
+        number = next(k for k in count() if not (folder / f"step{k}" / "rank0").exists())
+        about = {
+            "backend": "native", "level": "L0", "stage": str(capture.stage), "step": capture.step,
+            "role": capture.role, "call": number, "device": self._device, "engine": "vllm", "started_at": time.time(),
+        }  # fmt: skip
+        ask(capture.engine.look_inside(f"{_WORKER}:begin", about, capture.skip_steps, capture.num_steps))
+        self._capture, self._folder = capture, folder / f"step{number}" / "rank0"
+
+    @override
+    def stop(self) -> list[Path]:
+        assert self._capture is not None and self._capture.engine is not None
+        answers = ask(self._capture.engine.look_inside(f"{_WORKER}:end", str(self._folder.absolute())))
+        files = [Path(file) for mine, _ in answers for file in mine]
+        if (error := next((error for _, error in answers if error), None)) is not None:
+            raise KeptInPartError(RuntimeError(error), files)
         return files

@@ -252,6 +252,10 @@ class VllmRolloutEngine(RolloutEngine):
         """Record traces with vLLM's own profiler."""
         await self._there(self._vllm.start_profile(folder, skip_steps, num_steps))
 
+    async def look_inside(self, function: str, *arguments: Any) -> list[Any]:
+        """Call a function in each of vLLM's workers."""
+        return await self._there(self._vllm.call_workers("look_inside", function, *arguments))
+
     async def stop_profile(self) -> list[Path]:
         """End the recording and return the traces, one of each worker."""
         return await self._there(self._vllm.stop_profile())

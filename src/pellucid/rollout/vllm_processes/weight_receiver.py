@@ -3,6 +3,7 @@
 `VllmRolloutEngine` calls it by `collective_rpc`; weights come from the trainer through a transport.
 """
 
+import importlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,6 +74,11 @@ class WeightReceiver:
             if embedding is not None:
                 arrived["lm_head.weight"] = arrived[embedding]
         return first_difference(model, arrived, self.model_runner.model_config.dtype)
+
+    def look_inside(self, function: str, *arguments: Any) -> Any:
+        """Call a function of `module:name` with this worker: what looks into the model comes from outside."""
+        module, _, name = function.partition(":")
+        return vars(importlib.import_module(module))[name](self, *arguments)
 
     def print_no_tables(self) -> None:
         """Let the profiler that has begun write its trace alone: on a CPU it prints a table of operators, too."""
