@@ -25,6 +25,7 @@ from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
 from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
 from pellucid.rollout.vllm_processes.weight_receiver import WeightReceiver
+from pellucid.training.common.models import BUILTIN_FOLDER
 from pellucid.training.fsdp import FsdpEngine
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -90,6 +91,24 @@ def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
     monkeypatch.setattr(pair.engine.replicas["replica 0"]._vllm, "forget_cache", keep)
     with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache' has 128 tokens that the old weights computed"):
         pair.update(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [
+        ({"kv_cache_memory_bytes": 1 << 16}, "engine_kwargs.vllm.kv_cache_memory_bytes", ["too little memory", "cache blocks"]),
+        ({"max_model_len": 100_000}, "name", ["refuses", "max_model_len (100000) is greater than"]),
+        ({"max_num_batched_tokens": 4, "enable_chunked_prefill": False}, "name", ["refuses", "smaller than max_model_len"]),
+        ({"tensor_parallel_size": 3}, "name", ["refuses", "attention heads (4) must be divisible"]),
+    ],
+)
+def test_what_vllm_cannot_start_with_is_one_error(capfd, options, field, words):
+    options = OPTIONS | {"model": str(BUILTIN_FOLDER)} | options
+    with pytest.raises(UserError) as raised:
+        VllmRolloutEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0)
+    assert raised.value.field == f"actor_rollout_ref.rollout.{field}"
+    assert not [word for word in words if word not in str(raised.value)], raised.value
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_arguments_are_checked_against_vllms_own():

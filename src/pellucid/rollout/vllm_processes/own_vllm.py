@@ -8,8 +8,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Self
 
+from pellucid.errors import RunFailedError, UserError
 from pellucid.process_guard import ProcessGuard
 from pellucid.rollout.requests import PauseMode
+from pellucid.rollout.vllm_processes.heard_start import HeardStart
 from pellucid.rollout.vllm_processes.vllm_engine import FINISH_REASONS, PAUSE_MODES, Drawn, Record, Vllm
 
 ENVIRONMENT = {
@@ -17,6 +19,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
 }
+LOGGING = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 ARGUMENTS = {
     "load_format": "dummy",  # the trainer's weights follow at once
     "logprobs_mode": "processed_logprobs",
@@ -38,8 +41,12 @@ class OwnVllm(Vllm):
 
     @classmethod
     async def start(cls, options: dict[str, Any], record: Record) -> Self:
-        """Start vLLM with arguments of its `AsyncEngineArgs`; `record` is told of its numbers."""
-        for name, value in (ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}).items():
+        """Start vLLM with arguments of its `AsyncEngineArgs`; `record` is told of its numbers.
+
+        Raises:
+            UserError: it refuses the arguments, or has too little memory.
+        """
+        for name, value in (ENVIRONMENT | LOGGING).items():
             os.environ.setdefault(name, value)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -54,9 +61,15 @@ class OwnVllm(Vllm):
         resource_tracker.ensure_running()  # or starting it on the way would undo the next line
         # Its processes inherit that Ctrl-C is none of their business: a step goes on to its end.
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        with guard.watching_children():  # the engine core sees to its workers, and nobody to the engine core
-            llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: EngineNumbers(record)])
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        try:
+            # The engine core sees to its workers, and nobody to the engine core.
+            with HeardStart(options), guard.watching_children():
+                llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: EngineNumbers(record)])
+        except (UserError, RunFailedError):
+            guard.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         traces = options.get("profiler_config", {}).get("torch_profiler_dir")
         return cls(llm, guard, traces and Path(traces))
 
