@@ -181,13 +181,13 @@ def measure(num_ranks: int, prompts: int, tokens: int, *, dump: bool, steps: int
         building.place_roles = lambda *_: placement
         run = building.build_run(config, RunDir.create(f"{folder}/run"), inputs, Trackers({}), 1, Watchdog(None))
         one_step(run, 1)
-        speed_metrics(run, 1.0)
+        speed_metrics(run, 1, 1.0)
         before, puts, put_bytes = own_bytes(), placement.store.num_puts, placement.store.put_bytes
         cpu, wall = time.process_time(), time.perf_counter()
         metrics: dict[str, float] = {}
         for step in range(2, 2 + steps):
             one_step(run, step)
-            metrics = speed_metrics(run, 1.0)
+            metrics = speed_metrics(run, step, 1.0)
         cpu, wall = (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
         grown = own_bytes() - before
     return {

@@ -292,7 +292,7 @@ def make_roles(
     if "actor" in names:
         model = load_policy(config, compute.device)
         # The copy is made before sharding takes the model apart.
-        samples = rollout.name == "native" and "rollout" in names
+        samples = not config.has_replicas and "rollout" in names
         whole = copy.deepcopy(model) if samples and compute.spreads(policy.actor.fsdp_config) else None
         steps = total_steps - config.trainer.critic_warmup  # the policy rests while the critic warms up
         updates = num_updates(config, steps, policy.actor.ppo_mini_batch_size, policy.actor.ppo_epochs)

@@ -1,11 +1,12 @@
 """The second half of a step: scored samples in, a new version of the policy out.
 
-    samples ─► experience: old and reference log-probs, values ─► advantages ─► correction ─► critic, actor ─► weights
+    samples ─► experience: old and reference log-probs, values ─► advantages ─► correction ─► critic, actor
 
 Each stage is a function from payload to payload. Samples come from `produce.py`; what leaves is the step's metrics and,
-on disk, its rollout dump.
+on disk, its rollout dump. The schedule decides when `publish` hands the new version to the rollout engine.
 """
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -21,14 +22,14 @@ from pellucid.console import notice
 from pellucid.errors import NonFiniteError
 from pellucid.files.rollout_dump import write_rollouts
 from pellucid.produce import component_weights, spread
-from pellucid.rollout.requests import WeightUpdate, run_sync
+from pellucid.rollout.requests import PauseMode, WeightUpdate, run_sync
 from pellucid.run import Run
 from pellucid.stages import Stage
 from pellucid.types import Experience, LogProbs, Samples, TrainBatch
 
 
 def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
-    """Make one new version of the policy from samples, hand it to the rollout engine, and return the metrics.
+    """Make one new version of the policy from samples, and return the metrics.
 
     Raises:
         NonFiniteError: NaN or Inf; what it came of is in `failures/` of the run, the samples among its rollouts.
@@ -62,14 +63,29 @@ def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Ten
     metrics |= staleness_metrics(run, batch)
     updated, training_logp = update(run, batch, step)
     metrics |= updated
-    # In one process the native engine reads the actor's own weights and this costs nothing; over ranks it gathers them.
-    with run.stage(Stage.WEIGHT_SYNC, step):
-        if run.config.engines_sleep:
-            run_sync(run.rollout_engine.wake())
-        run_sync(run.rollout_engine.load_weights(WeightUpdate(run.actor.version)))
     metrics |= gap or policy_gap_metrics(run, batch, training_logp, step)
     warn_of_mismatch(run, metrics)
     return batch, training_logp, metrics
+
+
+def publish(run: Run, step: int, running: PauseMode = "keep") -> dict[str, float]:
+    """Let the rollout engine sample from the actor's weights, and return how fast they came there.
+
+    `running` says what happens to requests under way.
+    """
+    engine, began = run.rollout_engine, time.perf_counter()
+    before = engine.stats().weight_bytes
+    # In one process the native engine reads the actor's own weights and this costs nothing; over ranks it gathers them.
+    with run.stage(Stage.WEIGHT_SYNC, step):
+        if run.config.engines_sleep:
+            run_sync(engine.wake())
+        if running != "keep":
+            run_sync(engine.pause(running))
+        run_sync(engine.load_weights(WeightUpdate(run.actor.version)))
+        if running != "keep":
+            run_sync(engine.resume())
+    taken_s, num_bytes = time.perf_counter() - began, engine.stats().weight_bytes - before
+    return {"perf/weight_sync_s": taken_s, "perf/weight_sync_gb_s": num_bytes / taken_s / 1e9} if num_bytes else {}
 
 
 def compute_experience(run: Run, samples: Samples, step: int) -> Experience:

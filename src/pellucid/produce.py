@@ -14,7 +14,6 @@ from pellucid.errors import UserError
 from pellucid.failures import GenerateCall
 from pellucid.rollout.requests import SamplingParams
 from pellucid.run import Run
-from pellucid.run_state import progress_kept
 from pellucid.stages import Stage
 from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score
 
@@ -42,20 +41,29 @@ def produce(run: Run, step: int) -> tuple[Samples, dict[str, float]]:
     metrics.
 
     Raises:
-        UserError: no score at all, or too few useful groups; the checkpoint of the step before is written first.
+        UserError: no score at all, or too few useful groups.
         NonFiniteError: NaN or Inf while sampling or scoring.
     """
-    with progress_kept(run, step):
-        scored, metrics = _collect(run, step)
-        rollouts, scores = [rollout for rollout, _ in scored], [score for _, score in scored]
-        greedy_scores = components = None
-        needs = estimator_entry(run.config.algorithm.adv_estimator).needs
-        if "greedy_scores" in needs:
-            greedy_scores, scores = _greedy_scores(run, rollouts, scores, step)
-        if "reward_components" in needs:
-            components = _components(run, scores)
-    samples = Samples.pad(rollouts, scores, greedy_scores=greedy_scores, reward_components=components)
+    scored, metrics = _collect(run, step)
+    rollouts, scores = [rollout for rollout, _ in scored], [score for _, score in scored]
+    greedy_scores = None
+    if "greedy_scores" in estimator_entry(run.config.algorithm.adv_estimator).needs:
+        greedy_scores, scores = _greedy_scores(run, rollouts, scores, step)
+    samples = batch(run, rollouts, scores, greedy_scores)
     return samples, metrics | sample_metrics(samples)
+
+
+def batch(
+    run: Run, rollouts: list[Rollout], scores: list[Score], greedy_scores: torch.Tensor | None = None
+) -> Samples:
+    """Return what a step learns from: the samples, with the reward's components where the estimator needs them.
+
+    Raises:
+        UserError: the reward lacks a component.
+    """
+    needs = estimator_entry(run.config.algorithm.adv_estimator).needs
+    components = _components(run, scores) if "reward_components" in needs else None
+    return Samples.pad(rollouts, scores, greedy_scores=greedy_scores, reward_components=components)
 
 
 def _collect(run: Run, step: int) -> tuple[list[Scored], dict[str, float]]:
@@ -84,7 +92,7 @@ def _collect(run: Run, step: int) -> tuple[list[Scored], dict[str, float]]:
         if not filtering.enable:
             return scored, metrics
         groups = _groups(scored)
-        useful = [group for group in groups if _has_spread(group, filtering.metric)]
+        useful = [group for group in groups if has_spread(group, filtering.metric)]
         num_dropped += len(groups) - len(useful)
         kept += useful
         if len(kept) >= wanted:
@@ -141,7 +149,8 @@ def _groups(scored: list[Scored]) -> list[list[Scored]]:
     return list(by_uid.values())
 
 
-def _has_spread(group: list[Scored], metric: str) -> bool:
+def has_spread(group: list[Scored], metric: str) -> bool:
+    """Tell whether the group's samples differ in the metric of `algorithm.filter_groups`."""
     return len({_filter_value(score, metric) for _, score in group if score.failure is None}) > 1
 
 

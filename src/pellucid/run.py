@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from rich.table import Table
@@ -71,6 +72,8 @@ class Run:
     total_steps: int
     first_step: int = 1
     """The next step to run; later than 1 after a resume."""
+    restored: Path | None = None
+    """The checkpoint that the run goes on from."""
     warned: set[str] = field(default_factory=set)
     """Metrics of which it was said that they left their healthy range."""
 

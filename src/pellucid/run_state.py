@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pellucid.config import RunConfig
 from pellucid.console import console
@@ -20,8 +21,10 @@ from pellucid.training.protocol import MODEL_FILE, OPTIMIZER_FILE, SHARDS
 STATE_FILE, HF_FOLDER, CRITIC_FOLDER = "trainer_state.json", "hf_model", "critic"
 
 
-def save_checkpoint(run: Run, step: int) -> None:
+def save_checkpoint(run: Run, step: int, save_samples: Callable[[Path], None] = lambda folder: None) -> None:
     """Write the checkpoint of a finished step; with `async_save` training goes on while the files are written.
+
+    `save_samples` adds what was sampled ahead.
 
     Raises:
         UserError: the disk is full (of this checkpoint, or of the one before, written in the background); earlier ones
@@ -36,6 +39,7 @@ def save_checkpoint(run: Run, step: int) -> None:
         if "extra" in contents:
             state = {name: part.state_dict() for name, part in run.stateful.items()}
             (folder / STATE_FILE).write_text(json.dumps({"step": step} | state))
+            save_samples(folder)
             if (mismatch := run.roles.mismatch) is not None:
                 mismatch.policy.save(folder)
         if HF_FOLDER in contents:
@@ -58,12 +62,14 @@ def save_checkpoint(run: Run, step: int) -> None:
 
 
 @contextmanager
-def progress_kept(run: Run, step: int) -> Iterator[None]:
+def progress_kept(
+    run: Run, step: int, position: dict[str, Any], save_samples: Callable[[Path], None] = lambda folder: None
+) -> Iterator[None]:
     """Write the checkpoint of the step before when sampling or scoring of `step` ends the run: nothing trained is lost.
 
-    For the stages before the update only: they leave weights and optimizer as they were.
+    For the stages before the update only: they leave weights and optimizer as they were. `position` is the loader's,
+    before the prompts of the step were drawn; `save_samples` adds what else was sampled.
     """
-    position = run.loader.state_dict()
     try:
         yield
     except UserError:
@@ -71,7 +77,7 @@ def progress_kept(run: Run, step: int) -> Iterator[None]:
         run.store.finish()
         if step > run.first_step and done not in run.store.steps():
             run.loader.load_state_dict(position)
-            save_checkpoint(run, done)
+            save_checkpoint(run, done, save_samples)
             console.print(f"checkpoint of step {done} written: start the same command again to continue.", markup=False)
         raise
 
@@ -152,6 +158,7 @@ def restore(run: Run, checkpoint: Path) -> None:
     run_sync(run.roles.engine_of(Stage.VALIDATE).load_weights(WeightUpdate(run.actor.version)))
     if run.roles.mismatch is not None:
         run.roles.mismatch.policy.load(checkpoint)
+    run.restored = checkpoint
 
 
 def is_due(step: int, frequency: int) -> bool:

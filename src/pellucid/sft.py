@@ -22,9 +22,9 @@ from pellucid.console import console
 from pellucid.data import build_prompts
 from pellucid.errors import UserError, did_you_mean
 from pellucid.files.rundir import RunDir
-from pellucid.loop import Job
 from pellucid.produce import num_tokens
 from pellucid.run import Inputs, Run, load_inputs
+from pellucid.schedules import Job
 from pellucid.stages import Stage
 from pellucid.training.common.models import init_model, save_hf_model
 from pellucid.types import Prompt, Rollout, Samples, Score, TrainBatch
@@ -147,4 +147,4 @@ def save_model(run: Run) -> None:
     run.actor.engine.save_hf(run.tokenizer, run.run_dir.path / "model")
 
 
-SUPERVISED = Job(next_examples, fit, held_out_loss)
+SUPERVISED = Job(next_examples, fit, held_out_loss, publish=lambda run, step, running: {})

@@ -55,7 +55,7 @@ def test_every_replica_gets_the_weights_and_one_left_out_is_named():
         actor.model.lm_head.weight.mul_(3.0)
     actor.version = 4
     run_sync(engines.load_weights(WeightUpdate(4)))
-    assert engines.stats().version == 4 and engines.sync_bytes > 0
+    assert engines.stats().version == 4 and engines.stats().weight_bytes > 0
     for engine in engines.replicas.values():
         [model] = engine.modules
         assert all(torch.equal(mine, own) for mine, own in zip(model.parameters(), actor.model.parameters(), strict=True))

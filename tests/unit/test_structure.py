@@ -18,7 +18,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 120
 BASE = {"errors", "types", "console", "plugins", "devices", "process_guard", "seeding", "stages", "threads"}
 """The modules beside the rooms; all of them may use each other."""
 ROOMS = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "agents", "ranks", "observe", "precision", "metrics", "files"}
-RUN = {"loop", "learn", "run", "build", "engines", "loading", "produce", "validation", "run_state", "interrupt", "failures", "sft"}
+RUN = {
+    "loop", "schedules", "stream", "produce", "learn", "validation", "run", "build", "engines", "loading", "run_state",
+    "interrupt", "failures", "sft",
+}  # fmt: skip
 """What makes a run and drives it, above the rooms."""
 MAY_IMPORT = {
     "algo": {"config.schema"},

@@ -5,8 +5,11 @@ Prompts come from the loop, `params.n` trajectories a prompt go back to it.
 
 import asyncio
 import time
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from pellucid.rollout.requests import (
+    Completion,
     Progress,
     Request,
     RolloutEngine,
@@ -39,33 +42,60 @@ def sample_rollouts(
     Raises:
         NonFiniteError: a next-token distribution holds NaN or Inf.
     """
-    samples = [(prompt, sample) for prompt in prompts for sample in range(params.n)]
+    samples = [Sample(prompt, sample, stream) for prompt in prompts for sample in range(params.n)]
 
     async def answer_all() -> list[Rollout]:
-        return await asyncio.gather(*(_answer(engine, *each, params, stream, on_done) for each in samples))
+        return await asyncio.gather(*(answer(engine, sample, params, on_done) for sample in samples))
 
     return run_sync(answer_all())
 
 
-async def _answer(
-    engine: RolloutEngine,
-    prompt: Prompt,
-    sample: int,
-    params: SamplingParams,
-    stream: RunStream,
-    on_done: Progress | None,
+@dataclass(slots=True)
+class Sample:
+    """A trajectory on its way: what was drawn of it so far outlives the request that drew it."""
+
+    prompt: Prompt
+    sample: int
+    """Index within the group."""
+    stream: RunStream
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    """Time from requests to their answers."""
+
+
+class Answers(Protocol):
+    """What an agent asks: a rollout engine, or what stands before one."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Answer a request."""
+        ...
+
+
+async def answer(
+    engine: Answers, sample: Sample, params: SamplingParams, on_done: Progress | None = None
 ) -> Rollout:
-    request = Request(prompt.token_ids, params, SampleStream(stream, prompt.uid, sample), on_progress=on_done)
-    start = time.perf_counter()
-    answer = await engine.generate(request)
-    assert answer.finish_reason != "aborted"
+    """Return the trajectory of a sample; where its request is aborted, another one goes on from the drawn tokens."""
+    prompt, reason = sample.prompt, "aborted"
+    text = ""
+    while reason == "aborted":
+        drawn, start = len(sample.token_ids), time.perf_counter()
+        stream = SampleStream(sample.stream, prompt.uid, sample.sample, position=drawn)
+        left = replace(params, max_tokens=params.max_tokens - drawn) if drawn else params
+        completion = await engine.generate(Request([*prompt.token_ids, *sample.token_ids], left, stream, on_progress=on_done))
+        sample.token_ids += completion.token_ids
+        sample.logprobs += completion.logprobs
+        sample.versions += completion.versions
+        sample.seconds += time.perf_counter() - start
+        reason, text = completion.finish_reason, completion.text
     return Rollout.single_turn(
         prompt,
-        sample,
-        answer.token_ids,
-        answer.logprobs,
-        answer.versions,
-        answer.finish_reason,
-        answer.text,
-        time.perf_counter() - start,
+        sample.sample,
+        sample.token_ids,
+        sample.logprobs,
+        sample.versions,
+        reason,
+        text,
+        sample.seconds,
     )

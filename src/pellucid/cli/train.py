@@ -21,9 +21,9 @@ from pellucid.observe.recording import run_recorded, say_if_recorded
 
 if TYPE_CHECKING:
     from pellucid.files.rundir import RunDir
-    from pellucid.loop import Job
     from pellucid.metrics.trackers import Trackers
     from pellucid.run import Inputs, Run
+    from pellucid.schedules import Job
 
 
 def run_training(recipe: Path, overrides: list[str]) -> None:
@@ -46,11 +46,11 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
 
     from pellucid import devices
     from pellucid.files.rundir import RunDir
-    from pellucid.learn import learn
-    from pellucid.loop import Job
+    from pellucid.learn import learn, publish
     from pellucid.observe.captures import check_tools, finish
     from pellucid.produce import produce
     from pellucid.run import load_inputs, print_plan
+    from pellucid.schedules import Job
     from pellucid.validation import validate
 
     if config.trainer.ray_address is None:  # a cluster's devices are on other machines
@@ -65,7 +65,7 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
             return _validate_only(config, run_dir, inputs)
         began = time.time()
         try:
-            if _train(config, loaded.yaml, run_dir, inputs, Job(produce, learn, validate)):
+            if _train(config, loaded.yaml, run_dir, inputs, Job(produce, learn, validate, publish)):
                 _summary(run_dir)
         finally:
             if not recorded:

@@ -35,6 +35,7 @@ class PromptLoader:
         self._epoch, self._position = 0, 0
         self._order = self._epoch_order()
         self._fingerprint = _fingerprint(prompts)
+        self._by_uid = {prompt.uid: prompt for prompt in prompts}
 
     @property
     def epoch(self) -> int:
@@ -45,6 +46,10 @@ class PromptLoader:
     def steps_per_epoch(self) -> int:
         """Whole batches in one epoch."""
         return len(self._prompts) // self._batch_size
+
+    def prompt(self, uid: str) -> Prompt:
+        """Return the prompt of that name."""
+        return self._by_uid[uid]
 
     def next_batch(self) -> list[Prompt]:
         """Return the next `batch_size` prompts; after an epoch's last whole batch the next epoch begins."""

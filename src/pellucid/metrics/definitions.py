@@ -86,6 +86,11 @@ perf/rollout_prefix_hit_share | fraction | Tokens before answers that were found
 perf/rollout_preemptions | times | How often a request had to give its cache back, for want of room, and wait again.
 perf/rollout_cache_share_max | fraction | Largest share of a replica's cache that was seen in use (ten looks a second).
 perf/rollout_imbalance | 1 | Sampled tokens of the replica that sampled most, over their mean.
+perf/produce_busy | fraction | Share of the step in which sampling and scoring worked; schedules that overlap only.
+perf/learn_busy | fraction | Share of the step in which training worked; schedules that overlap only.
+perf/overlap | fraction | Share of the step in which both worked, at least; schedules that overlap only.
+perf/weight_sync_s | s | Time in which new weights were given to the rollout engines beside the trainer.
+perf/weight_sync_gb_s | GB/s | Bytes of these weights over that time.
 perf/max_memory_allocated_gb | GB | Largest device memory allocated so far.
 perf/cpu_memory_used_gb | GB | Resident host memory of the process.
 
@@ -128,6 +133,9 @@ mismatch/rollout_is_seq_fraction_low | fraction | Samples whose ratio is below t
 mismatch/rollout_rs_masked_fraction | fraction | Response tokens that the rejection rules take out of the mask.
 mismatch/rollout_rs_seq_masked_fraction | fraction | Samples that lose a token to the rejection rules.
 
+async/dropped_groups | groups | Groups whose oldest token was more than `trainer.max_staleness` updates old.
+async/length_bias | 1 | Mean length of the samples trained on over that of all finished ones, since the start.
+async/waiting_groups | groups | Finished groups that the step did not need and a later one will take.
 staleness/mean | versions | Mean age of a token's policy version when it is trained on.
 staleness/max | versions | Largest age of a token's policy version when it is trained on.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pellucid.config.schema.reward_model import RewardConfig
-from pellucid.reward.scorer import Scorer, no_calls
+from pellucid.reward.scorer import Scorer, no_calls, require_scores
 from pellucid.stages import Stage
 from pellucid.types import Rollout, Score
 
@@ -32,14 +32,14 @@ class Rewards:
     it."""
 
     def score(
-        self, rollouts: list[Rollout], enter: EnterStage, *, step: int
+        self, rollouts: list[Rollout], enter: EnterStage, *, step: int, in_part: bool = False
     ) -> tuple[list[Score], dict[str, float]]:
         """Return one score a rollout, for training, and the `reward/*` metrics.
 
         The scores' `parts` gain `rule`, `model` and `overlong` where there is more than the rule reward.
 
         Raises:
-            UserError: a task has no verifier, or every call failed.
+            UserError: a task has no verifier, or every call failed; of a batch that is scored `in_part` all may fail.
         """
 
         def show(rollout: Rollout, wall_us: int, duration_s: float, ok: bool) -> None:
@@ -49,6 +49,8 @@ class Rewards:
         if self.config.rule_weight:
             with enter(Stage.REWARD, step, len(rollouts), rollouts) as advance:
                 scores, metrics = self.scorer.score(rollouts, lambda: advance(1), show)
+                if not in_part:
+                    require_scores(scores)
         if self.judge is not None:
             with enter(Stage.COMPUTE_RM_SCORE, step, len(rollouts), rollouts) as advance:
                 by_model = self.judge(rollouts, on_done=advance)
@@ -58,7 +60,9 @@ class Rewards:
     def score_validation(self, rollouts: list[Rollout], on_done: Callable[[int], None] | None = None) -> list[Score]:
         """Score held-out answers: by the rule alone where there is one, so that accuracy means what it says."""
         if self.config.rule_weight or self.judge is None:
-            return self.scorer.score(rollouts, on_done and (lambda: on_done(1)))[0]
+            scores = self.scorer.score(rollouts, on_done and (lambda: on_done(1)))[0]
+            require_scores(scores)
+            return scores
         return [self._combine(Score(None), judged) for judged in self.judge(rollouts, on_done=on_done)]
 
     def _combine(self, score: Score, by_model: float) -> Score:

@@ -30,6 +30,18 @@ def no_calls() -> dict[str, float]:
     return {"reward/num_failures": 0.0, "reward/num_timeouts": 0.0, "reward/time_s": 0.0}
 
 
+def require_scores(scores: list[Score]) -> None:
+    """Check that a batch has any score at all.
+
+    Raises:
+        UserError: every single call failed.
+    """
+    failures = [score.failure.message for score in scores if score.failure is not None]
+    if scores and len(failures) == len(scores):
+        reason = f"all {len(scores)} calls of the batch failed; the first: {failures[0]}"
+        raise UserError(FIELD, reason, "Mend the reward function; nothing was scored.")
+
+
 class Scorer:
     """Scores rollouts with one reward function. A context manager: leaving it stops the worker processes.
 
@@ -71,7 +83,7 @@ class Scorer:
                 (microseconds since 1970), its duration in seconds, and whether it gave a score.
 
         Raises:
-            UserError: a rollout's task has no verifier and there is no custom function, or every single call failed.
+            UserError: a rollout's task has no verifier and there is no custom function.
         """
         inline = {
             task: self._spec is None and self._verifier_is_inline(task)
@@ -102,15 +114,7 @@ class Scorer:
             metrics["reward/num_failures"] += score.failure is not None
             if on_done is not None:
                 on_done()
-        in_order = [scores[index] for index in range(len(rollouts))]
-        if in_order and all(score.failure is not None for score in in_order):
-            first = next(score.failure.message for score in in_order if score.failure is not None)
-            raise UserError(
-                FIELD,
-                f"all {len(rollouts)} calls of the batch failed; the first: {first}",
-                "Mend the reward function; nothing was scored.",
-            )
-        return in_order, metrics
+        return [scores[index] for index in range(len(rollouts))], metrics
 
     def _verifier_is_inline(self, task: str) -> bool:
         try:

@@ -52,7 +52,8 @@ class EngineProcess(RolloutEngine):
         command = [sys.executable, "-m", "pellucid.rollout.engine_process", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        self._lock = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        """Of the calls, and of the pipe: while one thread waits for room in it, answers are still heard."""
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
         self._running: dict[int, Request] = {}
@@ -72,11 +73,15 @@ class EngineProcess(RolloutEngine):
             self._num_calls += 1
             number = self._num_calls
             self._calls[number] = answer
-            try:
-                self._connection.send((number, method, arguments))
-            except OSError:
-                self._fail()
+        self._send(number, method, arguments)
         return number, answer
+
+    def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            with self._sending:
+                self._connection.send((number, method, arguments))
+        except OSError:
+            self._fail()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         number, answer = self._start(method, *arguments)
@@ -84,8 +89,9 @@ class EngineProcess(RolloutEngine):
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
             with self._lock:
-                if self._calls.pop(number, None) is not None:
-                    self._connection.send((number, "cancel", ()))
+                is_under_way = self._calls.pop(number, None) is not None
+            if is_under_way:
+                self._send(number, "cancel", ())
             raise
 
     def _listen(self) -> None:
@@ -101,12 +107,12 @@ class EngineProcess(RolloutEngine):
                 if answer is not None:  # it was not cancelled meanwhile
                     answer.set_result(value) if error is None else answer.set_exception(error)
         except (EOFError, OSError):
-            with self._lock:
-                self._fail()
+            self._fail()
 
     def _fail(self) -> None:
         """Tell all who wait that the process has ended."""
-        calls, self._calls = self._calls, {}
+        with self._lock:
+            calls, self._calls = self._calls, {}
         status = self._process.wait(LEAVE_S)
         for answer in calls.values():
             answer.set_exception(RunFailedError(f"the rollout engine's process has died (exit status {status})"))

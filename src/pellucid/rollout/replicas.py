@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
@@ -60,8 +59,7 @@ class ReplicaSet(RolloutEngine):
         self._num_updates = 0
         self._running = Counter[str]()
         self._replica_of = OrderedDict[tuple[RunStream, str], str]()
-        self.sync_s, self.sync_bytes = 0.0, 0
-        """Seconds that updates took, and bytes that they moved, since the start."""
+        self._weight_bytes = 0
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -101,21 +99,20 @@ class ReplicaSet(RolloutEngine):
         Raises:
             WeightsDifferError: a replica serves other weights, or another version.
         """
-        verify, began = is_verified(self._verify, self._num_updates), perf_counter()
+        verify = is_verified(self._verify, self._num_updates)
         # A cache can be stale from the second update on.
         probed = self._num_updates > 0 and is_verified(self._verify, self._num_updates - 1) and not self._paused
         if probed:
             await self._all(self._probe_cache)
         with self._send(verify) as handle:
             await self._all(lambda engine: engine.load_weights(replace(update, handle=handle, verify=verify)))
-            self.sync_bytes += handle.num_bytes
+            self._weight_bytes += handle.num_bytes
         for name, engine in self.replicas.items():
             if (served := engine.stats().version) != update.version:
                 raise WeightsDifferError("policy version", str(update.version), str(served), name)
         if probed:
             await self._all(lambda engine: self._probe_cache(engine, update.version))
         self._num_updates += 1
-        self.sync_s += perf_counter() - began
 
     async def _probe_cache(self, engine: RolloutEngine, version: int | None = None) -> None:
         """Ask a replica for a token, and hold it against it when it finds the question in its cache under `version`.
@@ -176,7 +173,7 @@ class ReplicaSet(RolloutEngine):
         each = list(self.replica_stats().values())
         sums = {field.name: sum(getattr(one, field.name) for one in each) for field in fields(EngineStats)}
         cache_share, version = sums["cache_share"] / len(each), min(one.version for one in each)
-        return EngineStats(**sums | {"cache_share": cache_share, "version": version})
+        return EngineStats(**sums | {"cache_share": cache_share, "version": version, "weight_bytes": self._weight_bytes})
 
     def replica_stats(self) -> dict[str, EngineStats]:
         """Return what each replica does at this moment."""

@@ -138,6 +138,8 @@ class EngineStats:
     """Seconds from there to their last ones."""
     tokens_per_s: float = 0
     """Sampled tokens over the seconds in which the engine decoded."""
+    weight_bytes: int = 0
+    """Bytes of weights that a transport has brought."""
     version: int = 0
     """Version of the weights that the next token will be drawn from."""
 

@@ -116,6 +116,9 @@ class RolloutConfig:
     verify_weights: Literal["first", "always", "off"] = "first"
     """Which updates of a copy of the weights are compared with what the trainer sent; in one process there is no
     copy."""
+    update: Literal["keep", "finish", "abort"] = option("keep", needs=Needs("trainer.schedule", ("async",)))
+    """What happens to requests under way when new weights come: keep lets them go on with these, finish waits for them,
+    abort makes each a new request that begins with the tokens drawn so far."""
     enforce_eager: bool = option(True, needs=VLLM)
     """Do without compiled graphs, which take minutes to make and pay on GPUs in long runs."""
     gpu_memory_utilization: Annotated[float, Range(gt=0, le=1)] = option(0.5, needs=VLLM)

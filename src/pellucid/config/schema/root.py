@@ -72,15 +72,17 @@ class RunConfig:
     @property
     def has_replicas(self) -> bool:
         """Whether engines beside the trainer sample, which are sent its weights."""
-        rollout = self.actor_rollout_ref.rollout
-        return rollout.name != "native" or rollout.mode == "separate"
+        rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
+        overlaps = trainer.schedule != "sync" and trainer.placement == "local"
+        return rollout.name != "native" or rollout.mode == "separate" or overlaps
 
     @property
     def engines_sleep(self) -> bool:
         """Whether engines beside the trainer give it their devices' memory while it works."""
         rollout = self.actor_rollout_ref.rollout
         here = rollout.mode == "colocated" and not rollout.server_addresses
-        return rollout.name != "native" and here and rollout.free_cache_engine
+        take_turns = here and self.trainer.schedule == "sync"
+        return rollout.name != "native" and take_turns and rollout.free_cache_engine
 
     @property
     def rollout_machines(self) -> tuple[int, int]:

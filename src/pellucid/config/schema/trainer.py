@@ -71,6 +71,12 @@ class TrainerConfig(BaseTrainerConfig):
     it."""
     max_restarts: Annotated[int, Range(ge=0)] = option(0, needs=_RAY)
     """Times the run starts again by itself from its last checkpoint after a rank died or stalled."""
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """Whether sampling and training take turns (sync), sample the next step's batch while this one is trained on
+    (one_step_off), or go on beside each other without waiting (async)."""
+    max_staleness: Annotated[int, Range(ge=1)] = option(1, needs=Needs(".schedule", ("async",)))
+    """Most updates between the oldest token of a sample and the update that trains on it; also how many batches beside
+    the next one may be under way."""
     critic_warmup: Annotated[int, Range(ge=0)] = option(0, needs=CRITIC)
     """Steps at the start in which only the critic learns and the policy rests."""
     val_before_train: bool = True

@@ -1,0 +1,68 @@
+"""Trajectories that wait for their step, in a checkpoint: whole or begun, with their scores, and no weights touched.
+
+A schedule that samples ahead writes them and reads them again; one JSON object a line, compressed. Prompts are named,
+not stored: the data set of a resumed run has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from pellucid.errors import UserError
+from pellucid.types import Prompt, RewardFailure, Rollout, Score, Turn
+
+
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write one JSON object a line."""
+    compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+    with path.open("wb") as raw, compressor.stream_writer(raw, closefd=False) as compressed:
+        for record in records:
+            compressed.write(json.dumps(record).encode() + b"\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects that `write_lines` wrote; none where there is no file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    if not path.exists():
+        return []
+    try:
+        with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+            return [json.loads(line) for line in io.TextIOWrapper(stream, "utf-8")]
+    except (zstandard.ZstdError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(str(path), f"is damaged ({error}).", "Resume from another checkpoint.") from error
+
+
+def rollout_record(rollout: Rollout) -> dict[str, Any]:
+    """Return all of a rollout but its prompt, as plain JSON values."""
+    sequences = {name: list(values) for name, values in rollout.sequences().items()}
+    turns = [dataclasses.asdict(turn) for turn in rollout.turns]
+    return sequences | {
+        "sample": rollout.sample, "turns": turns, "finish_reason": rollout.finish_reason, "text": rollout.text,
+    }  # fmt: skip
+
+
+def read_rollout(record: dict[str, Any], prompt: Prompt) -> Rollout:
+    """Return the rollout of `prompt` that `rollout_record` described."""
+    turns = tuple(Turn(**turn | {"tool_calls": tuple(turn["tool_calls"])}) for turn in record.pop("turns"))
+    return Rollout(prompt, turns=turns, **record)
+
+
+def score_record(score: Score) -> dict[str, Any]:
+    """Return a score as plain JSON values."""
+    return dataclasses.asdict(score)
+
+
+def read_score(record: dict[str, Any]) -> Score:
+    """Return the score that `score_record` described."""
+    failure = record["failure"]
+    return Score(record["reward"], record["parts"], None if failure is None else RewardFailure(**failure))

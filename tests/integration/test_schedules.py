@@ -1,0 +1,83 @@
+"""Runs whose sampling and training overlap: what they sample from, and that a kill loses and repeats nothing."""
+
+import json
+import shutil
+import signal
+from collections import Counter
+
+import pytest
+from commands import wait_for
+
+from conftest import Workspace, metrics, state
+from pellucid.files.rollout_dump import read_rollouts
+
+pytestmark = pytest.mark.processes
+STEPS, ONE_OFF = "trainer.total_training_steps=5", "trainer.schedule=one_step_off"
+ASYNC = ("trainer.schedule=async", "trainer.max_staleness=2", STEPS, "trainer.val_before_train=false")
+LEARNING = ("actor/", "critic/", "mismatch/", "response_length/")
+
+
+def learned(work: Workspace) -> list[dict[str, float]]:
+    """Return what the steps' lines say of learning."""
+    return [{name: value for name, value in row.items() if name.startswith(LEARNING)} for row in metrics(work.run_dir)]
+
+
+def trained_on(work: Workspace) -> list[dict]:
+    return [record for file in sorted((work.run_dir / "rollouts").glob("step_*")) for record in read_rollouts(file)]
+
+
+def samples_of(records: list[dict]) -> Counter:
+    return Counter((record["uid"], record["sample"], tuple(record["response_ids"]), record["step"]) for record in records)
+
+
+def test_one_step_off_is_sync_with_weights_of_a_step_ago_and_resumes_bitwise(work):
+    """The laboratory samples from weights of a step ago in one process: to the last bit what an engine beside it does."""
+    work.train(STEPS, "actor_rollout_ref.rollout.simulate_mismatch.stale_steps=1")
+    expected = learned(work)
+    shutil.rmtree(work.run_dir)
+    work.train(STEPS, ONE_OFF)
+    assert learned(work) == expected and [row.get("staleness/max") for row in metrics(work.run_dir)] == [None, 0, 1, 1, 1, 1]
+    last = metrics(work.run_dir)[-1]
+    assert last["perf/weight_sync_gb_s"] > 0 and {"perf/produce_busy", "perf/learn_busy", "perf/overlap"} <= last.keys()
+    whole, finished = learned(work), state(work.run_dir)
+    for step in (4, 5):
+        shutil.rmtree(work.run_dir / "checkpoints" / f"global_step_{step}")
+    lines = (work.run_dir / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["step"] <= 3]
+    (work.run_dir / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    assert "resuming" in work.train(STEPS, ONE_OFF).output
+    assert learned(work) == whole and state(work.run_dir) == finished
+
+
+@pytest.mark.parametrize("update", ["keep", "abort", "finish"])
+def test_async_trains_on_every_group_once_within_its_staleness(work, update):
+    work.train(*ASYNC, f"actor_rollout_ref.rollout.update={update}")
+    rows, records = metrics(work.run_dir), trained_on(work)
+    assert len(records) == 5 * 16 and max(samples_of(records).values()) == 1
+    groups = Counter((record["step"], record["uid"]) for record in records)
+    assert set(groups.values()) == {4}, "groups are taken whole"
+    assert len(groups) == len({uid for _, uid in groups}), "no prompt comes twice within an epoch"
+    for record in records:
+        versions = record.get("policy_versions", [record.get("policy_version")])
+        assert record["step"] - 1 - max(versions) >= 0 and record["step"] - 1 - min(versions) <= 2
+    assert max(row["staleness/max"] for row in rows) >= 1, "nothing overlapped"
+    assert sum(row["async/dropped_groups"] for row in rows) == 0 and all(row["mismatch/mismatch_kl"] is not None for row in rows)
+
+
+def test_async_goes_on_with_what_was_sampled_when_it_was_killed(work):
+    command = work.start("train", work.recipe, *ASYNC)
+    wait_for(lambda: (work.run_dir / "checkpoints" / "global_step_2").exists() or command.poll() is not None, command)
+    command.signal(signal.SIGKILL)
+    command.wait()
+    [newest] = sorted((work.run_dir / "checkpoints").glob("global_step_?"))[-1:]
+    from pellucid.files.trajectories import read_lines
+
+    about, *groups = read_lines(newest / "sampled_ahead.jsonl.zst")
+    finished = {(group["uid"], one["sample"], tuple(one["token_ids"])) for group in groups for one in group["rollouts"]}
+    assert finished and about["num_started"] > 8
+    work.train(*ASYNC)
+    records = trained_on(work)
+    assert len(records) == 5 * 16 and max(samples_of(records).values()) == 1
+    assert finished <= {(record["uid"], record["sample"], tuple(record["response_ids"])) for record in records}
+    uids = Counter(record["uid"] for record in records)
+    assert set(uids.values()) == {4}, "a group was trained on twice, or in part"
