@@ -56,42 +56,50 @@ class EngineProcess(RolloutEngine):
         """Of the calls, and of the pipe: while one thread waits for room in it, answers are still heard."""
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
+        self._unsent: list[tuple[int, str, tuple[Any, ...]]] = []
         self._running: dict[int, Request] = {}
         self._listeners, self._stats = ProgressListeners(), EngineStats()
         threading.Thread(target=self._listen, name="rollout engine", daemon=True).start()
         self._connection.send((sys.path, torch.get_num_threads()))
         try:
-            self._start("make", make)[1].result()
+            answer = self._start("make", make)[1]
+            self._flush()
+            answer.result()
         except BaseException:
             self.close()
             raise
 
     def _start(self, method: str, *arguments: Any) -> "tuple[int, Future[Any]]":
-        """Send a call and return its number and what will have its result."""
+        """Note a call for the next `_flush`, and return its number and what will have its result."""
         answer: Future[Any] = Future()
         with self._lock:
             self._num_calls += 1
             number = self._num_calls
             self._calls[number] = answer
-        self._send(number, method, arguments)
+            self._unsent.append((number, method, arguments))
         return number, answer
 
-    def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            with self._sending:
-                self._connection.send((number, method, arguments))
-        except OSError:
-            self._fail()
+    def _flush(self) -> None:
+        """Send all calls that were noted, in one message: the engine begins with them at the same moment."""
+        with self._sending:
+            with self._lock:
+                unsent, self._unsent = self._unsent, []
+            if unsent:
+                try:
+                    self._connection.send(unsent)
+                except OSError:
+                    self._fail()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         number, answer = self._start(method, *arguments)
+        asyncio.get_running_loop().call_soon(self._flush)  # behind all calls of this turn of the loop
         try:
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
             with self._lock:
-                is_under_way = self._calls.pop(number, None) is not None
-            if is_under_way:
-                self._send(number, "cancel", ())
+                if self._calls.pop(number, None) is not None:
+                    self._unsent.append((number, "cancel", ()))
+            self._flush()
             raise
 
     def _listen(self) -> None:
@@ -176,6 +184,7 @@ class EngineProcess(RolloutEngine):
         """End the process."""
         if self._process.poll() is None:
             self._start("close")
+            self._flush()
             try:
                 self._process.wait(LEAVE_S)
             except subprocess.TimeoutExpired:
@@ -198,14 +207,14 @@ class _Host:
         def receive() -> None:
             try:
                 while self._connection.poll():
-                    number, method, arguments = self._connection.recv()
-                    if method == "close":
-                        over.set()
-                    elif method != "cancel":
-                        task = self._tasks[number] = asyncio.create_task(self._call(method, *arguments))
-                        task.add_done_callback(partial(self._answer, number))
-                    elif number in self._tasks:
-                        self._tasks[number].cancel()
+                    for number, method, arguments in self._connection.recv():
+                        if method == "close":
+                            over.set()
+                        elif method != "cancel":
+                            task = self._tasks[number] = asyncio.create_task(self._call(method, *arguments))
+                            task.add_done_callback(partial(self._answer, number))
+                        elif number in self._tasks:
+                            self._tasks[number].cancel()
             except (EOFError, OSError):
                 over.set()
 
