@@ -43,7 +43,8 @@ class Job:
     validate: Callable[[Any, int], dict[str, float]]
     """Returns the metrics of the held-out rows."""
     publish: Callable[[Any, int, PauseMode], dict[str, float]]
-    """Hands the new version to what samples; the last argument says what happens to requests under way. Returns metrics."""
+    """Hands the new version to what samples, and returns metrics; the last argument says what happens to requests under
+    way."""
 
 
 class Schedule(Protocol):
@@ -162,9 +163,10 @@ def overlap_metrics(produce_s: float, learn_s: float, step_s: float) -> dict[str
 def _batch_lines(samples: Samples, metrics: dict[str, float]) -> list[dict[str, Any]]:
     """Return a batch as JSON: a line for all of it, then one a sample."""
     greedy = None if samples.greedy_scores is None else samples.greedy_scores.tolist()
-    rows = zip(samples.rollouts, samples.scores)
-    each = [rollout_record(rollout) | {"uid": rollout.prompt.uid, "score": score_record(score)} for rollout, score in rows]
-    return [{"metrics": metrics, "greedy_scores": greedy}, *each]
+    lines: list[dict[str, Any]] = [{"metrics": metrics, "greedy_scores": greedy}]
+    for rollout, score in zip(samples.rollouts, samples.scores):
+        lines.append(rollout_record(rollout) | {"uid": rollout.prompt.uid, "score": score_record(score)})
+    return lines
 
 
 def _read_batch(run: Run, lines: list[dict[str, Any]]) -> Produced:

@@ -242,7 +242,8 @@ class Stream(Schedule):
                 self._drop_old()
                 self._check_spread()
                 finished = [group for group in self._groups.values() if group.scores is not None]
-                is_due = any(group.scores is None and self._age(group) >= self._staleness for group in self._groups.values())
+                begun = [group for group in self._groups.values() if group.scores is None]
+                is_due = any(self._age(group) >= self._staleness for group in begun)
                 done = min(len(finished), self._batch) * self._params.n
                 if beats != self._num_beats or done != shown:
                     advance(done - shown)

@@ -50,18 +50,18 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 2210,
+    ("loop", *sorted(RUN - {"loop"})): 2810,
     tuple(sorted(BASE)): 955,
     ("algo",): 1220,
-    ("config",): 3785,
-    ("tasks", "data", "reward"): 1310,
+    ("config",): 3850,
+    ("tasks", "data", "reward"): 1325,
     ("training",): 2500,
     ("roles",): 590,
     ("rollout", "agents"): 4200,
     ("ranks",): 1850,
     ("observe",): 4895,
     ("precision",): 3400,
-    ("metrics", "files"): 1150,
+    ("metrics", "files"): 1230,
     ("cli", "doctor"): 1980,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.

@@ -83,7 +83,8 @@ async def answer(
         drawn, start = len(sample.token_ids), time.perf_counter()
         stream = SampleStream(sample.stream, prompt.uid, sample.sample, position=drawn)
         left = replace(params, max_tokens=params.max_tokens - drawn) if drawn else params
-        completion = await engine.generate(Request([*prompt.token_ids, *sample.token_ids], left, stream, on_progress=on_done))
+        tokens = [*prompt.token_ids, *sample.token_ids]
+        completion = await engine.generate(Request(tokens, left, stream, on_progress=on_done))
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
         sample.versions += completion.versions

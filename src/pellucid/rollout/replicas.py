@@ -173,7 +173,8 @@ class ReplicaSet(RolloutEngine):
         each = list(self.replica_stats().values())
         sums = {field.name: sum(getattr(one, field.name) for one in each) for field in fields(EngineStats)}
         cache_share, version = sums["cache_share"] / len(each), min(one.version for one in each)
-        return EngineStats(**sums | {"cache_share": cache_share, "version": version, "weight_bytes": self._weight_bytes})
+        own = {"cache_share": cache_share, "version": version, "weight_bytes": self._weight_bytes}
+        return EngineStats(**sums | own)
 
     def replica_stats(self) -> dict[str, EngineStats]:
         """Return what each replica does at this moment."""
