@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pellucid.errors import UserError
 from pellucid.reward import make_scorer
+from pellucid.reward.scorer import require_scores
 from pellucid.tasks import get_task
 from pellucid.types import Prompt, RewardFailure, Rollout, Score
 
@@ -156,12 +157,12 @@ def test_a_batch_in_which_everything_fails_is_a_broken_function(scorer, reward_f
     with pytest.raises(
         UserError, match=r"all 2 calls of the batch failed; the first: .*returned None of type NoneType"
     ):
-        scorer.score([make_rollout("none"), make_rollout("none")])
+        require_scores(scorer.score([make_rollout("none"), make_rollout("none")])[0])
     with (
         make_scorer(reward_file, "always_broken", 1, 5.0) as broken,
         pytest.raises(UserError, match="raised KeyError: 'nothing works'"),
     ):
-        broken.score([make_rollout("a")])
+        require_scores(broken.score([make_rollout("a")])[0])
     assert scorer.score([])[1]["reward/num_failures"] == 0
 
 

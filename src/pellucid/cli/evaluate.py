@@ -36,6 +36,7 @@ def evaluate(
     from pellucid.data import build_prompts
     from pellucid.files.rollout_dump import write_rollouts
     from pellucid.reward import make_scorer
+    from pellucid.reward.scorer import require_scores
     from pellucid.rollout.native import NativeRolloutEngine
     from pellucid.rollout.requests import SamplingParams
     from pellucid.training.common.models import TokenPieces, eos_token_ids
@@ -65,7 +66,7 @@ def evaluate(
         task = bar.add_task("answering", total=len(data.prompts) * samples, info="")
         rollouts, scores = answer(
             engine,
-            lambda rollouts: scorer.score(rollouts)[0],
+            lambda rollouts: require_scores(scorer.score(rollouts)[0]),
             data.prompts,
             params,
             batch_size=None,

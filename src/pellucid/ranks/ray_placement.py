@@ -13,7 +13,7 @@ from pellucid import devices
 from pellucid.build import RoleName, Roles
 from pellucid.config import RunConfig
 from pellucid.console import console
-from pellucid.engines import weight_folder
+from pellucid.engines import longest_request, weight_folder
 from pellucid.files.rundir import RunDir
 from pellucid.observe.captures import rank_request
 from pellucid.observe.process import ProcessProfiler
@@ -170,7 +170,7 @@ class RayPlacement:
                     policy.ask("forget_weights", lambda rank: rank.forget_weights())
 
         engines = {member.name: RemoteReplica(hosts, member) for member in hosts.members}
-        replicas = ReplicaSet(engines, send, section.verify_weights)
+        replicas = ReplicaSet(engines, send, section.verify_weights, longest_request(section))
         run_sync(replicas.load_weights(WeightUpdate(0)))
         return replicas
 

@@ -60,9 +60,7 @@ class Rewards:
     def score_validation(self, rollouts: list[Rollout], on_done: Callable[[int], None] | None = None) -> list[Score]:
         """Score held-out answers: by the rule alone where there is one, so that accuracy means what it says."""
         if self.config.rule_weight or self.judge is None:
-            scores = self.scorer.score(rollouts, on_done and (lambda: on_done(1)))[0]
-            require_scores(scores)
-            return scores
+            return require_scores(self.scorer.score(rollouts, on_done and (lambda: on_done(1)))[0])
         return [self._combine(Score(None), judged) for judged in self.judge(rollouts, on_done=on_done)]
 
     def _combine(self, score: Score, by_model: float) -> Score:

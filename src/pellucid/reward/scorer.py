@@ -30,8 +30,8 @@ def no_calls() -> dict[str, float]:
     return {"reward/num_failures": 0.0, "reward/num_timeouts": 0.0, "reward/time_s": 0.0}
 
 
-def require_scores(scores: list[Score]) -> None:
-    """Check that a batch has any score at all.
+def require_scores(scores: list[Score]) -> list[Score]:
+    """Return the scores of a batch, if there is any at all.
 
     Raises:
         UserError: every single call failed.
@@ -40,6 +40,7 @@ def require_scores(scores: list[Score]) -> None:
     if scores and len(failures) == len(scores):
         reason = f"all {len(scores)} calls of the batch failed; the first: {failures[0]}"
         raise UserError(FIELD, reason, "Mend the reward function; nothing was scored.")
+    return scores
 
 
 class Scorer:
