@@ -37,7 +37,7 @@ test-fast: .venv/dev  ## run the tests that start no process: a minute and a hal
 
 test-vllm: .venv-vllm/ready  ## run the tests with the real vLLM, in an environment of its own (3.8 GB)
 	.venv-vllm/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10 \
-	  $$(grep -rl --include='test_*.py' 'importorskip("vllm")' tests)
+	  $(or $(VLLM_TESTS),$$(grep -rl --include='test_*.py' 'importorskip("vllm")' tests))
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks examples

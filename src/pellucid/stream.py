@@ -33,8 +33,8 @@ from pellucid.types import Prompt, Rollout, Score
 
 POLL_S = 0.2
 """How often a trainer that waits looks whether something went wrong."""
-_DRAWN = ("sample", "token_ids", "logprobs", "versions", "seconds")
-"""What is kept of a sample that was begun."""
+_DRAWN = ("token_ids", "logprobs", "versions")
+"""What was drawn of a sample that was begun."""
 
 
 @dataclass(slots=True, eq=False)
@@ -356,7 +356,10 @@ def _group_record(group: Group) -> dict[str, Any]:
         "uid": group.prompt.uid,
         "version": group.version,
         "num_samples": len(group.samples),
-        "begun": [{name: getattr(each, name) for name in _DRAWN} for each in begun],
+        "begun": [
+            {"sample": each.sample, "seconds": each.seconds} | {name: list(getattr(each, name)) for name in _DRAWN}
+            for each in begun
+        ],
         "rollouts": [rollout_record(rollout) for rollout in group.rollouts.values()],
         "scores": None if group.scores is None else list(map(score_record, group.scores)),
         "metrics": group.metrics,

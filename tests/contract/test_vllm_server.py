@@ -17,11 +17,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
-import httpx
 import pytest
 
 pytest.importorskip("vllm")
 
+import httpx
 from engine_cases import *  # noqa: F403
 from engine_cases import (
     GREEDY,

@@ -5,7 +5,8 @@ Prompts come from the loop, `params.n` trajectories a prompt go back to it.
 
 import asyncio
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pellucid.rollout.requests import (
@@ -58,9 +59,9 @@ class Sample:
     sample: int
     """Index within the group."""
     stream: RunStream
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    versions: Sequence[int] = ()
     seconds: float = 0.0
     """Time from requests to their answers."""
 
@@ -85,9 +86,9 @@ async def answer(
         left = replace(params, max_tokens=params.max_tokens - drawn) if drawn else params
         tokens = [*prompt.token_ids, *sample.token_ids]
         completion = await engine.generate(Request(tokens, left, stream, on_progress=on_done))
-        sample.token_ids += completion.token_ids
-        sample.logprobs += completion.logprobs
-        sample.versions += completion.versions
+        for name in ("token_ids", "logprobs", "versions"):
+            new = getattr(completion, name)  # of ranks: views of shared memory, which stay such
+            setattr(sample, name, [*getattr(sample, name), *new] if drawn else new)
         sample.seconds += time.perf_counter() - start
         reason, text = completion.finish_reason, completion.text
     return Rollout.single_turn(
