@@ -104,7 +104,7 @@ class OneStepOff(Schedule):
         self._run, self._job = run, job
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="produce")
         self._ahead: _Ahead | None = None
-        self._began, self._learn_s = perf_counter(), 0.0
+        self._began = self._taken = perf_counter()
         saved = read_lines(run.restored / AHEAD_FILE) if run.restored else []
         if saved:
             produced: Future[tuple[Produced, float]] = Future()

@@ -45,7 +45,7 @@ class Group:
     """How many groups were started before it; names its random numbers."""
     prompt: Prompt
     version: int
-    """Of the weights when it began: no token of it is older."""
+    """Of its oldest token; while it is under way, of the weights when it began: no token can be older."""
     samples: list[Sample]
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     """Those that are finished, by index."""
@@ -53,13 +53,6 @@ class Group:
     """One a rollout, when all are scored."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the reward calls."""
-
-    @property
-    def oldest(self) -> int:
-        """Version of its oldest token; of a group under way the one that none can be older than."""
-        if self.scores is None:
-            return self.version
-        return min(version for rollout in self.rollouts.values() for version in rollout.versions if version >= 0)
 
 
 class _Valve:
@@ -189,6 +182,7 @@ class Stream(Schedule):
         scores, metrics = await self._loop.run_in_executor(self._scoring, self._score, rollouts, group.number)
         with self._changed:
             group.scores, group.metrics = scores, metrics
+            group.version = min(version for one in rollouts for version in one.versions if version >= 0)
             self._count("finished", rollouts)
             filtering = self._run.config.algorithm.filter_groups
             if filtering.enable and not has_spread(list(zip(rollouts, scores)), filtering.metric):
@@ -251,7 +245,7 @@ class Stream(Schedule):
                 if len(finished) >= self._batch and not is_due:
                     break
                 self._changed.wait(POLL_S)
-            finished.sort(key=lambda group: (group.oldest, group.number))
+            finished.sort(key=lambda group: (group.version, group.number))
             taken = finished[: self._batch]
             for group in taken:
                 del self._groups[group.number]
@@ -263,7 +257,7 @@ class Stream(Schedule):
 
     def _age(self, group: Group) -> int:
         """Return how many updates came after the weights of the group's oldest token."""
-        return len(self._published) - bisect_right(self._published, group.oldest)
+        return len(self._published) - bisect_right(self._published, group.version)
 
     def _drop_old(self) -> None:
         """Drop finished groups that are too old even for the next step, and draw their prompts again."""
