@@ -9,8 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,16 +23,8 @@ from pellucid.ranks import RankFailedError
 from pellucid.ranks.entry import Place, ProcessSpec, log, share_of_cores, this_place
 from pellucid.ranks.group import POLL_S, Member, WorkerGroup, cause_of
 from pellucid.ranks.worker import Progress
-from pellucid.rollout.listeners import ProgressListeners
-from pellucid.rollout.requests import (
-    Completion,
-    EngineStats,
-    PauseMode,
-    Request,
-    RolloutEngine,
-    Trajectory,
-    WeightUpdate,
-)
+from pellucid.rollout.forwarded import ForwardedEngine
+from pellucid.rollout.requests import Completion, EngineStats, Request, RolloutEngine
 from pellucid.rollout.transports import WeightsDifferError
 
 REQUESTS_AT_ONCE = 100_000
@@ -121,7 +112,7 @@ class ReplicaHost:
         log.info("done")
 
 
-class RemoteReplica(RolloutEngine):
+class RemoteReplica(ForwardedEngine):
     """The engine of a `ReplicaHost`, as the controller sees it.
 
     Its process counts as stalled when it does not answer for `group.stall_timeout_s`, or samples no token.
@@ -132,21 +123,11 @@ class RemoteReplica(RolloutEngine):
     """
 
     def __init__(self, group: WorkerGroup, member: Member) -> None:
+        super().__init__()
         self._group, self._member = group, member
-        self._stats, self._listeners = EngineStats(), ProgressListeners()
-        self._running: dict[int, Request] = {}
         self._watch: asyncio.Task[None] | None = None
 
-    @property
     @override
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        return ()
-
-    @property
-    @override
-    def in_hand(self) -> list[str]:
-        return [request.stream.name for request in list(self._running.values())]
-
     async def _call(self, method: str, *arguments: Any) -> Any:
         call = self._member.handle.call.remote(method, *arguments)
         try:
@@ -165,14 +146,9 @@ class RemoteReplica(RolloutEngine):
 
     @override
     async def generate(self, request: Request) -> Completion:
-        self._running[id(request)] = request
         if self._watch is None or self._watch.done():
             self._watch = asyncio.get_running_loop().create_task(self._look_on())
-        try:
-            with self._listeners.hearing(request):
-                return await self._call("generate", replace(request, on_progress=None))
-        finally:
-            del self._running[id(request)]
+        return await super().generate(request)
 
     async def _look_on(self) -> None:
         """Look at the replica as long as it has requests, tell those who wait that it decodes, and end it where it
@@ -198,44 +174,3 @@ class RemoteReplica(RolloutEngine):
                 with suppress(RankFailedError):  # which those raise who wait for answers
                     self._group.end(RankFailedError(self._member.name, what, self._member.log))
                 return
-
-    @override
-    async def release(self, trajectory: Trajectory) -> None:
-        await self._call("release", trajectory)
-
-    @override
-    async def load_weights(self, update: WeightUpdate) -> None:
-        await self._call("load_weights", update)
-
-    @override
-    async def pause(self, requests: PauseMode) -> None:
-        await self._call("pause", requests)
-
-    @override
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    @override
-    async def sleep(self) -> None:
-        await self._call("sleep")
-
-    @override
-    async def wake(self) -> None:
-        await self._call("wake")
-
-    @override
-    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
-        await self._call("start_profile", folder.absolute(), skip_steps, num_steps)
-
-    @override
-    async def look_inside(self, function: str, *arguments: Any) -> list[Any]:
-        return await self._call("look_inside", function, *arguments)
-
-    @override
-    async def stop_profile(self) -> list[Path]:
-        return await self._call("stop_profile")
-
-    @override
-    def stats(self) -> EngineStats:
-        """Return what the engine said last: with each answer, and twice a second while it has requests."""
-        return self._stats

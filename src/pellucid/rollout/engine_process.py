@@ -18,28 +18,19 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from pellucid.errors import RunFailedError
-from pellucid.rollout.listeners import ProgressListeners
-from pellucid.rollout.requests import (
-    Completion,
-    EngineStats,
-    PauseMode,
-    Request,
-    RolloutEngine,
-    Trajectory,
-    WeightUpdate,
-)
+from pellucid.rollout.forwarded import ForwardedEngine
+from pellucid.rollout.requests import EngineStats, RolloutEngine
 
 BEAT_S, LEAVE_S = 0.1, 10.0
 """How often the process says that decoding goes on, and how long it may take to end."""
 
 
-class EngineProcess(RolloutEngine):
+class EngineProcess(ForwardedEngine):
     """The trainer's side of an engine that runs in a process of its own; any thread or event loop may call it."""
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
@@ -48,6 +39,7 @@ class EngineProcess(RolloutEngine):
         Raises:
             Exception: whatever `make` raises.
         """
+        super().__init__()
         self._connection, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", "pellucid.rollout.engine_process", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -57,8 +49,6 @@ class EngineProcess(RolloutEngine):
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
         self._unsent: list[tuple[int, str, tuple[Any, ...]]] = []
-        self._running: dict[int, Request] = {}
-        self._listeners, self._stats = ProgressListeners(), EngineStats()
         threading.Thread(target=self._listen, name="rollout engine", daemon=True).start()
         self._connection.send((sys.path, torch.get_num_threads()))
         try:
@@ -124,61 +114,6 @@ class EngineProcess(RolloutEngine):
         status = self._process.wait(LEAVE_S)
         for answer in calls.values():
             answer.set_exception(RunFailedError(f"the rollout engine's process has died (exit status {status})"))
-
-    @property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        """Nothing: the model is in another process."""
-        return ()
-
-    @property
-    def in_hand(self) -> list[str]:
-        """Names of the trajectories that are being decoded at this moment."""
-        return [request.stream.name for request in list(self._running.values())]
-
-    async def generate(self, request: Request) -> Completion:
-        """Answer a request together with all others that are under way."""
-        self._running[id(request)] = request
-        try:
-            with self._listeners.hearing(request):
-                return await self._call("generate", replace(request, on_progress=None))
-        finally:
-            del self._running[id(request)]
-
-    async def release(self, trajectory: Trajectory) -> None:
-        """Forget the cache kept for a trajectory."""
-        await self._call("release", trajectory)
-
-    async def load_weights(self, update: WeightUpdate) -> None:
-        """Take over the weights that a transport delivers."""
-        await self._call("load_weights", update)
-
-    async def pause(self, requests: PauseMode) -> None:
-        """Stop decoding until `resume`."""
-        await self._call("pause", requests)
-
-    async def resume(self) -> None:
-        """Go on with the requests that wait."""
-        await self._call("resume")
-
-    async def sleep(self) -> None:
-        """Give the cache's memory back."""
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        """Undo `sleep`."""
-        await self._call("wake")
-
-    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
-        """Record a trace of the process."""
-        await self._call("start_profile", folder, skip_steps, num_steps)
-
-    async def stop_profile(self) -> list[Path]:
-        """End the trace and return its files."""
-        return await self._call("stop_profile")
-
-    def stats(self) -> EngineStats:
-        """Return what the process last said of itself."""
-        return self._stats
 
     def close(self) -> None:
         """End the process."""

@@ -1,0 +1,92 @@
+"""An engine that another process runs, as its caller sees it: every method becomes a call that travels there.
+
+`EngineProcess` sends the calls through a pipe, `RemoteReplica` of `ranks/` as calls of a Ray actor.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pellucid.rollout.listeners import ProgressListeners
+from pellucid.rollout.requests import (
+    Completion,
+    EngineStats,
+    PauseMode,
+    Request,
+    RolloutEngine,
+    Trajectory,
+    WeightUpdate,
+)
+
+
+class ForwardedEngine(RolloutEngine):
+    """Forwards its methods by `_call`, which also keeps `_stats` as the engine last gave them."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Request] = {}
+        self._listeners, self._stats = ProgressListeners(), EngineStats()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine where it runs, and return or raise what it does."""
+        ...
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Nothing: the model is in another process."""
+        return ()
+
+    @property
+    def in_hand(self) -> list[str]:
+        """Names of the trajectories that are being decoded at this moment."""
+        return [request.stream.name for request in list(self._running.values())]
+
+    async def generate(self, request: Request) -> Completion:
+        """Answer a request together with all others that are under way."""
+        self._running[id(request)] = request
+        try:
+            with self._listeners.hearing(request):
+                return await self._call("generate", replace(request, on_progress=None))
+        finally:
+            del self._running[id(request)]
+
+    async def release(self, trajectory: Trajectory) -> None:
+        """Forget the cache kept for a trajectory."""
+        await self._call("release", trajectory)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Take over the weights that a transport delivers."""
+        await self._call("load_weights", update)
+
+    async def pause(self, requests: PauseMode) -> None:
+        """Stop decoding until `resume`."""
+        await self._call("pause", requests)
+
+    async def resume(self) -> None:
+        """Go on with the requests that wait."""
+        await self._call("resume")
+
+    async def sleep(self) -> None:
+        """Give the cache's memory back."""
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        await self._call("wake")
+
+    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
+        """Record a trace of the process."""
+        await self._call("start_profile", folder.absolute(), skip_steps, num_steps)
+
+    async def look_inside(self, function: str, *arguments: Any) -> list[Any]:
+        """Call a function where the model is."""
+        return await self._call("look_inside", function, *arguments)
+
+    async def stop_profile(self) -> list[Path]:
+        """End the trace and return its files."""
+        return await self._call("stop_profile")
+
+    def stats(self) -> EngineStats:
+        """Return what the engine last said of itself."""
+        return self._stats
