@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder  # two cores; many tests wait a lot
 
-.PHONY: demo test test-fast test-vllm lint types recipes bench docs clean
+.PHONY: demo test test-fast test-vllm test-sglang lint types recipes bench docs clean
 
 .venv/base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -39,6 +39,20 @@ test-vllm: .venv-vllm/ready  ## run the tests with the real vLLM, in an environm
 	.venv-vllm/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10 \
 	  $(or $(VLLM_TESTS),$$(grep -rl --include='test_*.py' 'importorskip("vllm")' tests))
 
+# SGLang pins CUDA packages and another torch; these are what its server imports on a CPU, where its kernels need AMX.
+SGLANG_IMPORTS := aiohttp apache-tvm-ffi compressed-tensors einops fastapi gguf httpx ipython jsonschema msgspec openai orjson \
+  partial-json-parser pybase64 python-multipart pyzmq requests sentencepiece setproctitle soundfile triton uvicorn uvloop xgrammar
+
+.venv-sglang/ready: pyproject.toml
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --upgrade pip
+	.venv-sglang/bin/python -m pip install --quiet -e . 'transformers==5.19.0' 'pytest>=8,<9.2' 'pytest-timeout>=2.3' $(SGLANG_IMPORTS)
+	.venv-sglang/bin/python -m pip install --quiet --no-deps 'sglang==0.5.23'
+	touch .venv-sglang/ready
+
+test-sglang: .venv-sglang/ready  ## run the tests with the real SGLang and stand-ins for its kernels, in an environment of its own (3 GB)
+	.venv-sglang/bin/python -m pytest tests/contract/test_sglang.py --durations=5
+
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks examples
 
@@ -57,4 +71,4 @@ docs: .venv/base  ## regenerate the pages that come from the code
 	$(BIN)/python docs/metrics_page.py > docs/metrics.md
 
 clean:
-	rm -rf .venv .venv-vllm build src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang build src/*.egg-info

@@ -5,7 +5,7 @@
 """
 
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,17 +20,18 @@ from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.loading import load_policy, run_tokenizer, torch_dtype
 from pellucid.observe.captures import save_folder
 from pellucid.rollout.engine_process import EngineProcess
+from pellucid.rollout.inference import InferenceRolloutEngine, Start
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy
 from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
+from pellucid.rollout.sglang_processes import check_sglang, sglang_options
 from pellucid.rollout.transports import BUCKET_BYTES, SHARED_MEMORY, WeightHandle, stored
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.rollout.vllm_processes.joined_vllm import JoinedVllm
 from pellucid.rollout.vllm_processes.joining import NEEDED, check_servers, read_token, shape_of
 from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
-from pellucid.rollout.vllm_processes.vllm_engine import Record, Vllm, VllmRolloutEngine
 from pellucid.stages import NO_PROBE, Probe
 from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.models import eos_token_ids, model_folder, read_config, response_ends
@@ -147,10 +148,21 @@ def vllm_options(config: RunConfig) -> dict[str, Any]:
     return own | {name: value for name, value in section.engine_kwargs.vllm.items() if value is not None}
 
 
-def _vllm_engine(config: RunConfig, start: Callable[[Record], Coroutine[Any, Any, Vllm]]) -> RolloutEngine:
+def _make_sglang_replica(config: RunConfig) -> RolloutEngine:
+    from pellucid.rollout.sglang_processes.own_sglang import OwnSglang
+
+    policy, device = config.actor_rollout_ref, devices.choose_device(config.trainer.device).type
+    options = sglang_options(policy.model, policy.rollout, device, longest_request(policy.rollout))
+    sleeps = config.engines_sleep and device != "cpu"
+    saver = {"enable_memory_saver": True, "enable_weights_cpu_backup": True} if sleeps else {}
+    return _outside(config, partial(OwnSglang.start, saver | options))
+
+
+def _outside(config: RunConfig, start: Start) -> RolloutEngine:
+    """Return the engine that is in processes of its own once `start` has begun it."""
     model, tokenizer = config.actor_rollout_ref.model, run_tokenizer(config)
     ends = response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
-    return VllmRolloutEngine(start, tokenizer, ends, seed=config.actor_rollout_ref.rollout.seed)
+    return InferenceRolloutEngine(start, tokenizer, ends, seed=config.actor_rollout_ref.rollout.seed)
 
 
 def _join_servers(config: RunConfig) -> dict[str, RolloutEngine]:
@@ -159,7 +171,7 @@ def _join_servers(config: RunConfig) -> dict[str, RolloutEngine]:
         address.partition("://")[2]: partial(JoinedVllm.join, address, read_token(section.server_token_file))
         for address in section.server_addresses
     }
-    return {name: _vllm_engine(config, join) for name, join in joins.items()}
+    return {name: _outside(config, join) for name, join in joins.items()}
 
 
 def _check_vllm(config: RunConfig) -> None:
@@ -177,7 +189,7 @@ def _check_vllm(config: RunConfig) -> None:
 
 
 def _start_vllm(config: RunConfig) -> RolloutEngine:
-    return _vllm_engine(config, partial(OwnVllm.start, _vllm_profiler(config) | vllm_options(config)))
+    return _outside(config, partial(OwnVllm.start, _vllm_profiler(config) | vllm_options(config)))
 
 
 def _vllm_profiler(config: RunConfig) -> dict[str, Any]:
@@ -214,9 +226,10 @@ class _Engine:
 
 ENGINES = {
     "native": _Engine(lambda _: None, _make_native_replica, has_processes=False),
-    "vllm": _Engine(
-        _check_vllm,
-        _start_vllm,
+    "vllm": _Engine(_check_vllm, _start_vllm, has_processes=True),
+    "sglang": _Engine(
+        lambda config: check_sglang(config.actor_rollout_ref.rollout.engine_kwargs.sglang),
+        _make_sglang_replica,
         has_processes=True,
     ),
 }

@@ -20,10 +20,10 @@ from tiny import EOS
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import UserError
+from pellucid.rollout.inference import InferenceRolloutEngine
 from pellucid.rollout.transports import WeightsDifferError
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
-from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
 from pellucid.rollout.vllm_processes.weight_receiver import WeightReceiver
 from pellucid.training.common.models import BUILTIN_FOLDER
 from pellucid.training.fsdp import FsdpEngine
@@ -53,11 +53,11 @@ class SpoiledReceiver(WeightReceiver):
             super().pack_head(model)
 
 
-class SpoiledEngine(VllmRolloutEngine):
+class SpoiledEngine(InferenceRolloutEngine):
     """An engine whose workers do what a test asks."""
 
     def ask_workers(self, method: str, *args: Any) -> None:
-        self._wait(self._vllm.call_workers(method, *args))
+        self._wait(self._inference.call_workers(method, *args))
 
 
 def start(actor: FsdpEngine, folder: Path) -> Pair:
@@ -88,7 +88,7 @@ def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
     async def keep() -> bool:
         return True
 
-    monkeypatch.setattr(pair.engine.replicas["replica 0"]._vllm, "forget_cache", keep)
+    monkeypatch.setattr(pair.engine.replicas["replica 0"]._inference, "forget_cache", keep)
     with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache' has 128 tokens that the old weights computed"):
         pair.update(2)
 
@@ -105,7 +105,7 @@ def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
 def test_what_vllm_cannot_start_with_is_one_error(capfd, options, field, words):
     options = OPTIONS | {"model": str(BUILTIN_FOLDER)} | options
     with pytest.raises(UserError) as raised:
-        VllmRolloutEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0)
+        InferenceRolloutEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0)
     assert raised.value.field == f"actor_rollout_ref.rollout.{field}"
     assert not [word for word in words if word not in str(raised.value)], raised.value
     assert "Traceback" not in "".join(capfd.readouterr())

@@ -43,12 +43,12 @@ from tiny import EOS
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.errors import RunFailedError, UserError
+from pellucid.rollout import inference
+from pellucid.rollout.inference import InferenceRolloutEngine
 from pellucid.rollout.requests import SamplingParams, run_sync
 from pellucid.rollout.transports import SHARED_MEMORY, WeightsDifferError
-from pellucid.rollout.vllm_processes import vllm_engine
 from pellucid.rollout.vllm_processes.joined_vllm import JoinedVllm
 from pellucid.rollout.vllm_processes.joining import NEEDED, authorization, check_servers, read_token
-from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
 from pellucid.rollout.vllm_processes.weight_receiver import Difference, WeightReceiver
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -109,8 +109,8 @@ class Server:
             name="vllm", **{"server_addresses": [self.address], "server_token_file": self.token_file} | changed
         )
 
-    def engine(self) -> VllmRolloutEngine:
-        return VllmRolloutEngine(
+    def engine(self) -> InferenceRolloutEngine:
+        return InferenceRolloutEngine(
             partial(JoinedVllm.join, self.address, read_token(self.token_file)), TOKENIZER, [EOS], seed=0
         )
 
@@ -123,7 +123,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_engine, "WATCH_EVERY_S", 0.005)  # the cases ask what the engine does at this moment
+        patch.setattr(inference, "WATCH_EVERY_S", 0.005)  # the cases ask what the engine does at this moment
         server = Server(folder_of(trainer_of("untied"), folder / "model"), folder)
         server.wait()
         yield server

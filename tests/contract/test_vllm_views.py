@@ -29,9 +29,9 @@ from pellucid.precision.compare import StageComparison, compare_stage
 from pellucid.precision.divergence import Kind
 from pellucid.precision.dump import find_dumps
 from pellucid.precision.matching import pairs_of, read_captures, trainer_and_rollout
+from pellucid.rollout.inference import InferenceRolloutEngine
 from pellucid.rollout.requests import run_sync
 from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
-from pellucid.rollout.vllm_processes.vllm_engine import VllmRolloutEngine
 from pellucid.stages import Stage
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import BUILTIN_FOLDER
@@ -66,7 +66,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         "async_scheduling": False,
         "profiler_config": {"profiler": "torch", "torch_profiler_dir": str(traces), "ignore_frontend": True},
     }
-    pair = replicated(trainer_of("tied"), VllmRolloutEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0))
+    pair = replicated(trainer_of("tied"), InferenceRolloutEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0))
     yield pair
     pair.engine.close()
 

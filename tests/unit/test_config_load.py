@@ -205,7 +205,7 @@ def test_an_unknown_key_names_the_nearest(recipe, override, key, meant):
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", ["betas[1]", "< 1"]),
         ("actor_rollout_ref.actor.loss_agg_mode=tokenmean", ["token-mean | token-sum", "Did you mean 'token-mean'?"]),
         ("actor_rollout_ref.actor.strategy=megatron", ["'megatron' is not one of fsdp | fsdp2"]),
-        ("actor_rollout_ref.rollout.name=sglang", ["'sglang' is not one of native | vllm"]),
+        ("actor_rollout_ref.rollout.name=sglan", ["'sglan' is not one of native | vllm | sglang"]),
         ("algorithm.adv_estimator=grp0", ["'grp0' is not one of", "or an import path", "Did you mean 'grpo'?"]),
         ("algorithm.adv_estimator='my.py:'", ["'my.py:' is not an import path", "file.py:name"]),
         (f"{LOSS}.loss_mode='a b:c'", ["'a b:c' is not an import path"]),

@@ -517,6 +517,12 @@ def test_what_cannot_be_captured_of_engines_beside_the_trainer_is_refused(tool, 
     assert f"{ROLLOUT}.{field}" in str(error)
 
 
+def test_a_capture_of_sglang_is_refused():
+    engine, keys = "actor_rollout_ref.rollout.name=sglang", (f"{ROLLOUT}.enable=true", f"{ROLLOUT}.all_ranks=true")
+    error = error_of(engine, "global_profiler.tool=torch", "global_profiler.steps=[1]", *keys)
+    assert f"{ROLLOUT}.enable" in str(error) and "Set it to false" in str(error)
+
+
 def test_captures_of_engines_beside_the_trainer_are_asked_of_the_controller(tmp_path):
     keys = ("enable=true", "all_ranks=true", *WINDOW, "schedule.skip_first=2", "schedule.active=3")
     changes = [f"{ROLLOUT}.{key}" for key in keys] + ["global_profiler.tool=torch", "global_profiler.steps=[1]"]

@@ -46,6 +46,11 @@ SFT = ["data.train_files=x.jsonl", "model.path=m"]
         ),
         ([f"{ROLLOUT}.dtype=bf16"], f"{ROLLOUT}.dtype", ["bfloat16", "float32", "native engine"]),
         ([f"{ROLLOUT}.enforce_eager=false"], f"{ROLLOUT}.enforce_eager", ["no effect", "name: vllm"]),
+        (
+            [f"{ROLLOUT}.name=sglang", f"+{ROLLOUT}.engine_kwargs.vllm.seed=1"],
+            f"{ROLLOUT}.engine_kwargs.vllm",
+            ["no effect", "name: vllm"],
+        ),
         ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.simulate_mismatch.noise=0.1"], f"{ROLLOUT}.simulate_mismatch.noise", ["name: native"]),
         ([f"{ROLLOUT}.response_length=16"], f"{ROLLOUT}.response_length", ["data.max_response_length is 512"]),
         ([f"{ACTOR}.loss_scale_factor=10"], f"{ACTOR}.loss_scale_factor", ["seq-mean-token-sum-norm"]),

@@ -93,7 +93,8 @@ def test_the_extras_of_a_recipe(tmp_path):
     files = "data.val_files=['task:arithmetic','task:reasoning_gym:leg_counting']"
     many = config(tmp_path, "trainer.placement=ray", "trainer.logger=[wandb,console]", files, "actor_rollout_ref.model.lora_rank=4")
     assert software.needed_extras(many) == {"ray", "wandb", "lora", "reasoning-gym"}
-    assert software.needed_extras(config(tmp_path, "actor_rollout_ref.rollout.name=vllm")) == {"vllm"}
+    for engine in ("vllm", "sglang"):
+        assert software.needed_extras(config(tmp_path, f"actor_rollout_ref.rollout.name={engine}")) == {engine}
 
 
 # Limits of containers

@@ -161,7 +161,7 @@ def test_nothing_is_left_unfinished():
 
 def text_files() -> Iterator[Path]:
     for path in ROOT.rglob("*"):
-        hidden = {".venv", ".venv-vllm", ".git", "outputs", "models", "build", "node_modules"} & set(path.relative_to(ROOT).parts)
+        hidden = {".venv", ".venv-vllm", ".venv-sglang", ".git", "outputs", "models", "build", "node_modules"} & set(path.relative_to(ROOT).parts)
         if not hidden and path.is_file() and path.suffix in {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".cfg", ".json", ""}:
             yield path
 

@@ -28,7 +28,7 @@ def serve(
     config = load_config(recipe, [*(overrides or []), *own]).config
     section = config.actor_rollout_ref.rollout
     if section.name != "vllm":
-        raise UserError(f"{key}.name", f"{section.name} runs within the trainer alone.", "Set it to vllm.")
+        raise UserError(f"{key}.name", f"{section.name} is never a server for other runs.", "Set it to vllm.")
     if section.server_token_file is None:
         raise UserError(
             f"{key}.server_token_file", "whoever reaches the server could change its weights.", "Name a file."

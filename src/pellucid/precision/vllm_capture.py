@@ -25,7 +25,7 @@ from pellucid.precision.dump import About, StageDump, write_dump
 from pellucid.stages import PREFILL, TokenSpan, Unit
 
 _REQUEST = re.compile(r"(?P<name>(?P<uid>.*) sample \d+) turn 0 request \d+")
-"""What `VllmRolloutEngine` calls the first request of a trajectory; vLLM adds to it."""
+"""What `InferenceRolloutEngine` calls the first request of a trajectory; vLLM adds to it."""
 _LAYER = re.compile(r"(^|\.)layers\.\d+$")
 _sessions: list[EngineSession] = []
 """The capture that is being taken in this worker, if there is one."""

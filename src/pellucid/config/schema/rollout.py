@@ -13,7 +13,8 @@ Positive = Annotated[int, Range(ge=1)]
 TopP = Annotated[float, Range(gt=0, le=1)]
 TopK = Annotated[int, Alias(0, -1), Range(ge=-1)]
 _NAME = "actor_rollout_ref.rollout.name"
-NATIVE, VLLM = Needs(_NAME, ("native",)), Needs(_NAME, ("vllm",))
+NATIVE, VLLM, SGLANG = (Needs(_NAME, (name,)) for name in ("native", "vllm", "sglang"))
+OTHER_ENGINE = Needs(_NAME, ("vllm", "sglang"))
 _OWN_DEVICES = (Needs("actor_rollout_ref.rollout.mode", ("separate",)), Needs("trainer.placement", ("ray",)))
 
 
@@ -49,17 +50,19 @@ class SimulateMismatchConfig:
 class EngineOptions:
     """Arguments that go to an engine as they are, beside those that the section's own keys set."""
 
-    vllm: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = option(dict, needs=VLLM)
     """Of vLLM's `AsyncEngineArgs`, e.g. `kv_cache_memory_bytes`."""
+    sglang: dict[str, Any] = option(dict, needs=SGLANG)
+    """Of SGLang's `ServerArgs`, e.g. `max_total_tokens`."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     """The engine that samples responses, and its limits."""
 
-    name: Annotated[Literal["native", "vllm"], Alias("hf", "native")] = "native"
-    """Rollout engine: native (hf) runs in the process, on the actor's own weights; vllm (extra `vllm`) in processes of
-    its own, which get the weights after each update."""
+    name: Annotated[Literal["native", "vllm", "sglang"], Alias("hf", "native")] = "native"
+    """Rollout engine: native (hf) runs in the process, on the actor's own weights; vllm and sglang (extras of these
+    names) in processes of their own, which get the weights after each update."""
     mode: Annotated[
         Literal["colocated", "separate"],
         Alias("sync", "colocated"),
@@ -73,7 +76,7 @@ class RolloutConfig:
     """Machines with devices of separate engines."""
     n_gpus_per_node: Annotated[int, Range(ge=0)] = option(0, needs=_OWN_DEVICES)
     """Devices of separate engines on each of their machines: GPUs, or CPU cores where the run is on CPUs."""
-    tensor_model_parallel_size: Positive = option(1, needs=VLLM)
+    tensor_model_parallel_size: Positive = option(1, needs=OTHER_ENGINE)
     """Devices over which a replica spreads each layer; they are on one machine."""
     weight_transport: Literal["auto", "shared_memory", "files"] = option("auto", needs=Needs("has_replicas"))
     """How weights reach engines beside the trainer: through the memory of the machine that all are on, or through files
@@ -119,20 +122,20 @@ class RolloutConfig:
     update: Literal["keep", "finish", "abort"] = option("keep", needs=Needs("trainer.schedule", ("async",)))
     """What happens to requests under way when new weights come: keep lets them go on with these, finish waits for them,
     abort makes each a new request that begins with the tokens drawn so far."""
-    enforce_eager: bool = option(True, needs=VLLM)
+    enforce_eager: bool = option(True, needs=OTHER_ENGINE)
     """Do without compiled graphs, which take minutes to make and pay on GPUs in long runs."""
-    gpu_memory_utilization: Annotated[float, Range(gt=0, le=1)] = option(0.5, needs=VLLM)
+    gpu_memory_utilization: Annotated[float, Range(gt=0, le=1)] = option(0.5, needs=OTHER_ENGINE)
     """Share of a GPU's memory that the engine takes, weights and cache together."""
-    free_cache_engine: bool = option(True, needs=VLLM)
-    """Give the GPU memory of weights and cache to the trainer while it works on the engine's devices; on CPUs vLLM
-    keeps it."""
-    max_model_len: Positive | None = option(None, needs=VLLM)
+    free_cache_engine: bool = option(True, needs=OTHER_ENGINE)
+    """Give the GPU memory of weights and cache to the trainer while it works on the engine's devices; on CPUs the
+    engine keeps it."""
+    max_model_len: Positive | None = option(None, needs=OTHER_ENGINE)
     """Longest sequence the engine makes room for; null: `prompt_length` and `response_length` together."""
-    enable_chunked_prefill: bool = option(True, needs=VLLM)
+    enable_chunked_prefill: bool = option(True, needs=OTHER_ENGINE)
     """Read long prompts in pieces between the steps of answers under way."""
-    enable_prefix_caching: bool = option(True, needs=VLLM)
+    enable_prefix_caching: bool = option(True, needs=OTHER_ENGINE)
     """Keep what was computed of a beginning for requests that share it."""
-    engine_kwargs: EngineOptions = option(EngineOptions, needs=VLLM)
+    engine_kwargs: EngineOptions = field(default_factory=EngineOptions)
     """More arguments of the engine."""
     simulate_mismatch: SimulateMismatchConfig = option(SimulateMismatchConfig, needs=NATIVE)
     """A deliberate gap between sampling and training, to study its correction; validation is not touched."""

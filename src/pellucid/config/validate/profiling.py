@@ -98,6 +98,9 @@ def _replicas(config: RunConfig, role: Role) -> Iterator[UserError]:
     off = f"or set {role.key}.enable: false; all other stages are captured."
     if config.actor_rollout_ref.rollout.server_addresses:
         yield UserError(f"{role.key}.enable", "servers somewhere else are not captured.", "Set it to false.")
+    elif engine == "sglang":
+        reason = "sglang samples in processes of its own, which are not captured in this version."
+        yield UserError(f"{role.key}.enable", reason, "Set it to false; all other stages are captured.")
     elif block.tool == _DEBUGGER:
         level = config.global_profiler.global_tool_config.precision_debugger.level
         if engine != "vllm" or not config.actor_rollout_ref.rollout.enforce_eager or level not in (None, "L0"):

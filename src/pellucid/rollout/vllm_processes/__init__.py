@@ -1,4 +1,4 @@
-"""The rollout engine vLLM: `vllm_engine.py` speaks the protocol in the trainer's process, `own_vllm.py` starts vLLM's
+"""The rollout engine vLLM: `inference.py` speaks the protocol in the trainer's process, `own_vllm.py` starts vLLM's
 processes, and `weight_receiver.py` runs in them.
 """
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
 from pellucid.errors import RunFailedError
+from pellucid.rollout.inference import FINISH_REASONS, PAUSE_MODES, Drawn, Inference, Record
 from pellucid.rollout.requests import EngineStats, PauseMode
 from pellucid.rollout.vllm_processes.joining import CONNECT_S, authorization, refusal, said
-from pellucid.rollout.vllm_processes.vllm_engine import FINISH_REASONS, PAUSE_MODES, Drawn, Record, Vllm
 
 if TYPE_CHECKING:
     import httpx
@@ -25,7 +25,7 @@ _ENDED, _TIMES = "request_success_total", "request_{}_time_seconds_sum"
 _OF_ANSWERS = [f"{_ENDED} stop", f"{_ENDED} length", *(_TIMES.format(name) for name in ("queue", "prefill", "decode"))]
 
 
-class JoinedVllm(Vllm):
+class JoinedVllm(Inference):
     """A vLLM server, spoken to over HTTP. An answer comes whole, also that of a request which a pause aborts.
 
     Another run could join the same server, or something start it anew. So the labels that it gives to tokens have this

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from pellucid.errors import RunFailedError, UserError
 from pellucid.process_guard import ProcessGuard
+from pellucid.rollout.inference import FINISH_REASONS, PAUSE_MODES, Drawn, Inference, Record
 from pellucid.rollout.requests import PauseMode
 from pellucid.rollout.vllm_processes.heard_start import HeardStart
-from pellucid.rollout.vllm_processes.vllm_engine import FINISH_REASONS, PAUSE_MODES, Drawn, Record, Vllm
 
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it takes the cores that the trainer computes on for its own
@@ -29,7 +29,7 @@ ARGUMENTS = {
 """What Pellucid adds to the arguments of `AsyncEngineArgs`, in processes of its own and on a server."""
 
 
-class OwnVllm(Vllm):
+class OwnVllm(Inference):
     """vLLM's `AsyncLLM`."""
 
     def __init__(self, llm: Any, guard: ProcessGuard, traces: Path | None = None) -> None:

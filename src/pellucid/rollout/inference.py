@@ -1,4 +1,5 @@
-"""vLLM as a rollout engine: what it does is the same in processes of its own on this host and behind an address.
+"""vLLM or SGLang as a rollout engine: what it does is the same for both, in processes on this host and behind an
+address.
 
 Both belong to one event loop, and callers come from loops that last as long as a stage; so there is a loop of its own,
 in a thread, which every call crosses into.
@@ -37,12 +38,12 @@ FinishReason = Literal["stop", "length", "aborted"]
 WATCH_EVERY_S = 0.5
 PAUSE_MODES = {"finish": "wait", "keep": "keep", "abort": "abort"}
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-"""vLLM's words for ours, and ours for vLLM's."""
+"""vLLM's words for ours, and ours for its and SGLang's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What vLLM answers to a request. Lists are [L] over the tokens that it drew."""
+    """What an inference engine answers to a request. Lists are [L] over the tokens that it drew."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -52,8 +53,8 @@ class Drawn:
     """Tokens before them that were found in the cache, where it says so."""
 
 
-class Vllm(Protocol):
-    """vLLM, wherever it runs; all is called in one event loop."""
+class Inference(Protocol):
+    """vLLM or SGLang, wherever it runs; all is called in one event loop."""
 
     @property
     def gone(self) -> str:
@@ -82,14 +83,14 @@ class Vllm(Protocol):
         """Say which version the weights have that the next token is drawn from."""
 
     async def sleep(self) -> None:
-        """Give the device's memory back, the weights go to the host's; nothing on a CPU, where vLLM cannot."""
+        """Give the device's memory back, the weights go to the host's; nothing on a CPU."""
 
     async def wake(self) -> None:
         """Undo `sleep`."""
 
     async def start_profile(self, folder: Path, skip_steps: int, num_steps: int | None) -> None:
         """Begin to record traces, as `RolloutEngine.start_profile` says."""
-        reason = "this vLLM was started without a profiler, or runs elsewhere."
+        reason = "this engine was started without a profiler, or runs elsewhere."
         raise UserError("actor_rollout_ref.rollout.profiler", reason, "Set enable: false.")
 
     async def stop_profile(self) -> list[Path]:
@@ -103,11 +104,15 @@ class Vllm(Protocol):
         """Let go of it."""
 
 
-class VllmRolloutEngine(RolloutEngine):
-    """Samples with vLLM.
+Start = Callable[[Record], Coroutine[Any, Any, Inference]]
+
+
+class InferenceRolloutEngine(RolloutEngine):
+    """Samples with an inference engine.
 
     Args:
-        start: returns vLLM, which tells the callback of its numbers; its weights are what the first update brings.
+        start: returns it once it has begun, and it tells the callback of its numbers; its weights are what the first
+            update brings.
         tokenizer: decodes answers.
         eos_token_ids: ids that end a response.
         seed: the run's seed.
@@ -115,7 +120,7 @@ class VllmRolloutEngine(RolloutEngine):
 
     def __init__(
         self,
-        start: Callable[[Record], Coroutine[Any, Any, Vllm]],
+        start: Start,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: list[int],
         *,
@@ -128,27 +133,27 @@ class VllmRolloutEngine(RolloutEngine):
         self._stats = EngineStats()
         self._version, self._paused = 0, False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="inference", daemon=True)
         self._thread.start()
-        self._vllm = self._wait(start(self._record))
+        self._inference = self._wait(start(self._record))
         self._death = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
     def _wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _watch(self) -> None:
-        """Return when vLLM is gone: those who wait for it at that moment may not be told otherwise."""
-        while not self._vllm.gone:
+        """Return when the engine is gone: those who wait for it at that moment may not be told otherwise."""
+        while not self._inference.gone:
             await asyncio.sleep(WATCH_EVERY_S)
-            await self._vllm.look()
+            await self._inference.look()
 
     async def _there(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine in vLLM's loop."""
+        """Run a coroutine in the engine's loop."""
         task = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
         try:
             await asyncio.wait({task, asyncio.wrap_future(self._death)}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() or (task.exception() is not None and self._vllm.gone):
-                raise RunFailedError(self._vllm.gone)
+            if not task.done() or (task.exception() is not None and self._inference.gone):
+                raise RunFailedError(self._inference.gone)
             return task.result()
         finally:
             task.cancel()
@@ -172,7 +177,7 @@ class VllmRolloutEngine(RolloutEngine):
         name = f"{request.stream.name} turn {request.stream.turn} request {next(self._names)}"
         self._running[name] = request
         try:
-            drawn = await self._vllm.draw(name, list(request.token_ids), self._params(request), -request.priority)
+            drawn = await self._inference.draw(name, list(request.token_ids), self._params(request), -request.priority)
         finally:
             del self._running[name]
         return self._completion(request, drawn)
@@ -206,39 +211,39 @@ class VllmRolloutEngine(RolloutEngine):
         await self._there(self._load_weights(update))
 
     async def _load_weights(self, update: WeightUpdate) -> None:
-        assert update.handle is not None, "vLLM gets its weights through a transport"
+        assert update.handle is not None, "it gets its weights through a transport"
         if not self._paused:
-            await self._vllm.pause("keep")
+            await self._inference.pause("keep")
         try:
-            found = await self._vllm.call_workers("take_weights", update.handle.to_json(), update.verify)
+            found = await self._inference.call_workers("take_weights", update.handle.to_json(), update.verify)
             if (difference := next(filter(None, found), None)) is not None:
                 raise WeightsDifferError(*difference)
             # Of running requests, too: they hold blocks that later ones would share, and read theirs again.
-            if not await self._vllm.forget_cache():
-                raise RuntimeError("vLLM kept what it computed with the old weights")
-            await self._vllm.set_version(update.version)
+            if not await self._inference.forget_cache():
+                raise RuntimeError("the rollout engine kept what it computed with the old weights")
+            await self._inference.set_version(update.version)
         finally:
             if not self._paused:
-                await self._vllm.resume()
+                await self._inference.resume()
         self._version = update.version
 
     async def pause(self, requests: PauseMode) -> None:
         """Stop decoding until `resume`."""
-        await self._there(self._vllm.pause(requests))
+        await self._there(self._inference.pause(requests))
         self._paused = True
 
     async def resume(self) -> None:
         """Go on with the requests that wait."""
         self._paused = False
-        await self._there(self._vllm.resume())
+        await self._there(self._inference.resume())
 
     async def sleep(self) -> None:
         """Give the device's memory back."""
-        await self._there(self._vllm.sleep())
+        await self._there(self._inference.sleep())
 
     async def wake(self) -> None:
         """Undo `sleep`."""
-        await self._there(self._vllm.wake())
+        await self._there(self._inference.wake())
 
     def _record(self, numbers: EngineStats) -> None:
         self._stats = numbers
@@ -249,26 +254,26 @@ class VllmRolloutEngine(RolloutEngine):
         return replace(self._stats, version=self._version)
 
     async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
-        """Record traces with vLLM's own profiler."""
-        await self._there(self._vllm.start_profile(folder, skip_steps, num_steps))
+        """Record traces with the engine's own profiler."""
+        await self._there(self._inference.start_profile(folder, skip_steps, num_steps))
 
     async def look_inside(self, function: str, *arguments: Any) -> list[Any]:
-        """Call a function in each of vLLM's workers."""
-        return await self._there(self._vllm.call_workers("look_inside", function, *arguments))
+        """Call a function in each of the engine's workers."""
+        return await self._there(self._inference.call_workers("look_inside", function, *arguments))
 
     async def stop_profile(self) -> list[Path]:
         """End the recording and return the traces, one of each worker."""
-        return await self._there(self._vllm.stop_profile())
+        return await self._there(self._inference.stop_profile())
 
     def close(self) -> None:
-        """Let go of vLLM, and end the thread that spoke with it."""
+        """Let go of it, and end the thread that spoke with it."""
         self._wait(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     async def _end(self) -> None:
-        await self._vllm.close()
+        await self._inference.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
