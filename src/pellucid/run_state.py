@@ -63,12 +63,12 @@ def save_checkpoint(run: Run, step: int, save_samples: Callable[[Path], None] = 
 
 @contextmanager
 def progress_kept(
-    run: Run, step: int, position: dict[str, Any], save_samples: Callable[[Path], None] = lambda folder: None
+    run: Run, step: int, position: dict[str, Any] | None, save_samples: Callable[[Path], None] = lambda folder: None
 ) -> Iterator[None]:
     """Write the checkpoint of the step before when sampling or scoring of `step` ends the run: nothing trained is lost.
 
     For the stages before the update only: they leave weights and optimizer as they were. `position` is the loader's,
-    before the prompts of the step were drawn; `save_samples` adds what else was sampled.
+    before the prompts of the step were drawn; None where `save_samples` keeps those, and what else was sampled.
     """
     try:
         yield
@@ -76,7 +76,8 @@ def progress_kept(
         done = step - 1
         run.store.finish()
         if step > run.first_step and done not in run.store.steps():
-            run.loader.load_state_dict(position)
+            if position is not None:
+                run.loader.load_state_dict(position)
             save_checkpoint(run, done, save_samples)
             console.print(f"checkpoint of step {done} written: start the same command again to continue.", markup=False)
         raise

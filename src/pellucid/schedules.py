@@ -13,14 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from pellucid.files.trajectories import (
-    read_lines,
-    read_rollout,
-    read_score,
-    rollout_record,
-    score_record,
-    write_lines,
-)
+from pellucid.errors import UserError
+from pellucid.files.json_lines import read_lines, write_lines
+from pellucid.files.trajectories import read_rollout, read_score, rollout_record, score_record
 from pellucid.produce import batch
 from pellucid.rollout.requests import PauseMode
 from pellucid.run import Run
@@ -75,6 +70,7 @@ class Sync(Schedule):
 
     def __init__(self, run: Run, job: Job) -> None:
         self._run, self._job = run, job
+        read_ahead(run)
 
     def take(self, step: int) -> Produced:
         """Produce what the step learns from, now."""
@@ -105,8 +101,7 @@ class OneStepOff(Schedule):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="produce")
         self._ahead: _Ahead | None = None
         self._began = self._taken = perf_counter()
-        saved = read_lines(run.restored / AHEAD_FILE) if run.restored else []
-        if saved:
+        if saved := read_ahead(run):
             produced: Future[tuple[Produced, float]] = Future()
             produced.set_result((_read_batch(run, saved), 0.0))
             self._ahead = _Ahead(produced, run.loader.state_dict())
@@ -150,6 +145,24 @@ class OneStepOff(Schedule):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def read_ahead(run: Run) -> list[dict[str, Any]]:
+    """Return what the checkpoint that the run goes on from holds of samples for later steps.
+
+    Raises:
+        UserError: another schedule drew them: their prompts would be skipped.
+    """
+    if run.restored is None or not (file := run.restored / AHEAD_FILE).exists():
+        return []
+    lines, schedule = read_lines(file, "Resume from another checkpoint."), run.config.trainer.schedule
+    if (before := lines[0]["schedule"]) != schedule:
+        raise UserError(
+            "trainer.schedule",
+            f"is {schedule}, but '{run.restored}' holds what {before} sampled for later steps.",
+            f"Resume with {before}, or start a new run from the weights that `pellucid export` makes of it.",
+        )
+    return lines
+
+
 def overlap_metrics(produce_s: float, learn_s: float, step_s: float) -> dict[str, float]:
     """Return the shares of a step in which each side worked, and in which, at least, both did."""
     produce, learn = min(produce_s / step_s, 1.0), min(learn_s / step_s, 1.0)
@@ -163,7 +176,7 @@ def overlap_metrics(produce_s: float, learn_s: float, step_s: float) -> dict[str
 def _batch_lines(samples: Samples, metrics: dict[str, float]) -> list[dict[str, Any]]:
     """Return a batch as JSON: a line for all of it, then one a sample."""
     greedy = None if samples.greedy_scores is None else samples.greedy_scores.tolist()
-    lines: list[dict[str, Any]] = [{"metrics": metrics, "greedy_scores": greedy}]
+    lines: list[dict[str, Any]] = [{"schedule": "one_step_off", "metrics": metrics, "greedy_scores": greedy}]
     for rollout, score in zip(samples.rollouts, samples.scores):
         lines.append(rollout_record(rollout) | {"uid": rollout.prompt.uid, "score": score_record(score)})
     return lines

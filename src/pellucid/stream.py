@@ -21,13 +21,15 @@ from typing import Any
 
 from pellucid.agents.single_turn import Sample, answer
 from pellucid.errors import UserError
-from pellucid.files.trajectories import read_lines, read_rollout, read_score, rollout_record, score_record, write_lines
+from pellucid.files.journal import Journal
+from pellucid.files.json_lines import write_lines
+from pellucid.files.trajectories import read_rollout, read_score, rollout_record, score_record
 from pellucid.produce import batch, has_spread, num_tokens, sample_metrics, sampling_params
 from pellucid.reward.scorer import require_scores
 from pellucid.rollout.requests import Completion, PauseMode, Request, RolloutEngine
 from pellucid.run import Run
 from pellucid.run_state import progress_kept
-from pellucid.schedules import AHEAD_FILE, Job, Produced, Schedule, overlap_metrics
+from pellucid.schedules import AHEAD_FILE, Job, Produced, Schedule, overlap_metrics, read_ahead
 from pellucid.stages import Stage
 from pellucid.types import Prompt, Rollout, Score
 
@@ -133,7 +135,9 @@ class Stream(Schedule):
         self._loop = asyncio.new_event_loop()
         self._valve = _Valve(run.rollout_engine)
         self._began = self._taken = perf_counter()
-        if run.restored and (saved := read_lines(run.restored / AHEAD_FILE)):
+        saved = read_ahead(run)
+        self._journal = Journal(run.run_dir.path / "journal", run.actor.version, resumed=bool(saved))
+        if saved:
             self._restore(*saved)
         self._thread = threading.Thread(target=self._loop.run_forever, name="produce", daemon=True)
         self._thread.start()
@@ -159,6 +163,7 @@ class Stream(Schedule):
         self._start(group)
 
     def _start(self, group: Group) -> None:
+        group.rollouts |= {one.sample: one for one in self._journal.take(group.number, group.prompt)}
         task = self._loop.create_task(self._produce(group))
         self._tasks.add(task)
         task.add_done_callback(self._end)
@@ -175,7 +180,9 @@ class Stream(Schedule):
 
         async def sample(each: Sample) -> None:
             if each.sample not in group.rollouts:
-                group.rollouts[each.sample] = await answer(self._valve, each, self._params, self._progress)
+                rollout = await answer(self._valve, each, self._params, self._progress)
+                group.rollouts[each.sample] = rollout
+                self._journal.note(group.number, rollout)
 
         await asyncio.gather(*map(sample, group.samples))
         rollouts = [group.rollouts[index] for index in range(self._params.n)]
@@ -203,7 +210,10 @@ class Stream(Schedule):
         """Return all that a resumed run goes on from; requests under way are aborted for it, and then go on."""
         await self._valve.stop()
         with self._changed:
+            self._journal.begin(self._run.actor.version)
             about = {
+                "schedule": "async",
+                "num_samples": self._params.n,
                 "loader": self._run.loader.state_dict(),
                 "prompts": [prompt.uid for prompt in self._prompts],
                 "num_started": self._num_started,
@@ -222,7 +232,7 @@ class Stream(Schedule):
     def take(self, step: int) -> Produced:
         """Return the oldest groups that are finished, as soon as there are enough, and none is left behind too old."""
         self._began = perf_counter()
-        with progress_kept(self._run, step, self._run.loader.state_dict(), self.save):
+        with progress_kept(self._run, step, None, self.save):
             groups = self._wait(step)
         self._taken = perf_counter()
         return self._batch_of(groups)
@@ -247,6 +257,7 @@ class Stream(Schedule):
                 self._changed.wait(POLL_S)
             finished.sort(key=lambda group: (group.version, group.number))
             taken = finished[: self._batch]
+            require_scores([score for group in taken for score in group.scores or ()])
             for group in taken:
                 del self._groups[group.number]
                 self._count("trained", list(group.rollouts.values()))
@@ -286,7 +297,6 @@ class Stream(Schedule):
     def _batch_of(self, groups: list[Group]) -> Produced:
         rollouts = [group.rollouts[index] for group in groups for index in range(self._params.n)]
         scores = [score for group in groups for score in group.scores or ()]
-        require_scores(scores)
         samples, metrics = batch(self._run, rollouts, scores), dict[str, float]()
         for group in groups:
             metrics = {name: metrics.get(name, 0.0) + value for name, value in group.metrics.items()}
@@ -324,6 +334,12 @@ class Stream(Schedule):
         self._prompts = [loader.prompt(uid) for uid in about["prompts"]]
         self._num_started, self._published = about["num_started"], about["published"]
         self._lengths = {name: (tokens, samples) for name, (tokens, samples) in about["lengths"].items()}
+        if (num_samples := about["num_samples"]) != self._params.n:
+            raise UserError(
+                "actor_rollout_ref.rollout.n",
+                f"is {self._params.n}, but '{self._run.restored}' holds groups of {num_samples} under way.",
+                f"Resume with {num_samples}, or start a new run from the weights that `pellucid export` makes of it.",
+            )
         for record in groups:
             self._groups[record["number"]] = _read_group(record, loader.prompt(record["uid"]))
 
@@ -345,6 +361,7 @@ class Stream(Schedule):
 def _group_record(group: Group) -> dict[str, Any]:
     """Return a group as plain JSON values."""
     begun = [each for each in group.samples if each.sample not in group.rollouts]
+    is_scored = all(score.failure is None for score in group.scores or ())  # a failed call is made again
     return {
         "number": group.number,
         "uid": group.prompt.uid,
@@ -355,7 +372,7 @@ def _group_record(group: Group) -> dict[str, Any]:
             for each in begun
         ],
         "rollouts": [rollout_record(rollout) for rollout in group.rollouts.values()],
-        "scores": None if group.scores is None else list(map(score_record, group.scores)),
+        "scores": list(map(score_record, group.scores)) if group.scores and is_scored else None,
         "metrics": group.metrics,
     }
 

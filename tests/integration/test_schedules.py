@@ -9,6 +9,7 @@ import pytest
 from commands import wait_for
 
 from conftest import Workspace, metrics, state
+from pellucid.files.json_lines import read_lines
 from pellucid.files.rollout_dump import read_rollouts
 
 pytestmark = pytest.mark.processes
@@ -65,19 +66,29 @@ def test_async_trains_on_every_group_once_within_its_staleness(work, update):
 
 
 def test_async_goes_on_with_what_was_sampled_when_it_was_killed(work):
-    command = work.start("train", work.recipe, *ASYNC)
-    wait_for(lambda: (work.run_dir / "checkpoints" / "global_step_2").exists() or command.poll() is not None, command)
+    """That of the checkpoint, and from the journal what was finished after it: known by a token that is altered there."""
+
+    def since_checkpoint() -> list[dict]:
+        return [json.loads(line) for line in journal.read_text().splitlines()[:-1]] if journal.exists() else []
+
+    journal, checkpoint = work.run_dir / "journal" / "since_version_2.jsonl", work.run_dir / "checkpoints" / "global_step_2"
+    command = work.start("train", work.recipe, *ASYNC, "trainer.save_freq=2")
+    wait_for(lambda: (checkpoint.exists() and since_checkpoint()) or command.poll() is not None, command)
     command.signal(signal.SIGKILL)
     command.wait()
-    [newest] = sorted((work.run_dir / "checkpoints").glob("global_step_?"))[-1:]
-    from pellucid.files.trajectories import read_lines
-
-    about, *groups = read_lines(newest / "sampled_ahead.jsonl.zst")
+    about, *groups = read_lines(checkpoint / "sampled_ahead.jsonl.zst", "")
     finished = {(group["uid"], one["sample"], tuple(one["token_ids"])) for group in groups for one in group["rollouts"]}
     assert finished and about["num_started"] > 8
+    noted = since_checkpoint()
+    for one in noted:
+        one["rollout"]["token_ids"][0] ^= 1
+        finished.add((one["uid"], one["rollout"]["sample"], tuple(one["rollout"]["token_ids"])))
+    journal.write_text("".join(json.dumps(one) + "\n" for one in noted) + '{"number": 1')
     work.train(*ASYNC)
     records = trained_on(work)
     assert len(records) == 5 * 16 and max(samples_of(records).values()) == 1
     assert finished <= {(record["uid"], record["sample"], tuple(record["response_ids"])) for record in records}
     uids = Counter(record["uid"] for record in records)
     assert set(uids.values()) == {4}, "a group was trained on twice, or in part"
+    done = work.train("trainer.total_training_steps=6", status=2)
+    assert "trainer.schedule" in done.text and "what async sampled for later steps" in done.text

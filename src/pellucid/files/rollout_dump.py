@@ -7,17 +7,12 @@ One JSON object a line, one line a sample; the zstd frame carries a checksum, so
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import zstandard
-
-from pellucid.errors import UserError
-from pellucid.files.rundir import atomic_open
+from pellucid.files.json_lines import read_lines, write_lines
 from pellucid.types import Rollout, Score
 
 if TYPE_CHECKING:  # the dump opens without torch
@@ -51,8 +46,7 @@ def write_rollouts(
     def values(tensor: torch.Tensor | None, row: int) -> list[Any] | None:
         return None if tensor is None else tensor[row, : len(rollouts[row].token_ids)].tolist()
 
-    compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-    with atomic_open(path) as raw, compressor.stream_writer(raw, closefd=False) as compressed:
+    def records() -> Iterator[dict[str, Any]]:
         for row, (rollout, score) in enumerate(zip(rollouts, scores)):
             trained = values(mask, row)
             if trained is None:
@@ -60,13 +54,14 @@ def write_rollouts(
             training = values(training_logp, row)
             if score.failure is not None or (training is not None and not all(map(math.isfinite, training))):
                 training = None
-            record = _record(rollout, score, step) | {
+            yield _record(rollout, score, step) | {
                 "pieces": pieces(list(rollout.token_ids)) if pieces else None,
                 "mask": [int(kept) for kept in trained],
                 "training_logprobs": training,
                 "correction_weights": values(correction_weights, row),
             }
-            compressed.write(json.dumps(record, default=str).encode() + b"\n")
+
+    write_lines(path, records(), default=str)
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
@@ -75,18 +70,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file is missing, truncated or altered.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(str(path), "does not exist.") from error
-    decompressor = zstandard.ZstdDecompressor().decompressobj()
-    try:
-        lines = decompressor.decompress(data)
-        if not decompressor.eof or decompressor.unused_data:
-            raise UserError(str(path), "is truncated or has bytes added to it.", "Read another step.")
-        return [json.loads(line) for line in io.BytesIO(lines)]
-    except (zstandard.ZstdError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(str(path), f"is not a whole rollout dump ({error}).", "Read another step.") from error
+    return read_lines(path, "Read another step.")
 
 
 def sampled_tokens(record: dict[str, Any]) -> list[int]:

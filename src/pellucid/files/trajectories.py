@@ -7,39 +7,9 @@ not stored: the data set of a resumed run has them.
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-import zstandard
-
-from pellucid.errors import UserError
 from pellucid.types import Prompt, RewardFailure, Rollout, Score, Turn
-
-
-def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write one JSON object a line."""
-    compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-    with path.open("wb") as raw, compressor.stream_writer(raw, closefd=False) as compressed:
-        for record in records:
-            compressed.write(json.dumps(record).encode() + b"\n")
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects that `write_lines` wrote; none where there is no file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    if not path.exists():
-        return []
-    try:
-        with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-            return [json.loads(line) for line in io.TextIOWrapper(stream, "utf-8")]
-    except (zstandard.ZstdError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(str(path), f"is damaged ({error}).", "Resume from another checkpoint.") from error
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
