@@ -25,7 +25,7 @@ from pellucid.engines import make_replica
 from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import WeightUpdate, run_sync
-from pellucid.rollout.transports import BUCKET_BYTES, SHARED_MEMORY, Verify, WeightHandle, stored
+from pellucid.rollout.transports import BUCKET_BYTES, Verify, WeightHandle, WeightStore
 from pellucid.training.common.models import load_model
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
@@ -49,18 +49,18 @@ def main() -> None:
     config = load_config(recipe, [f"actor_rollout_ref.model.path={arguments.model}"]).config
     engines = {f"replica {index}": EngineProcess(partial(make_replica, config)) for index in range(arguments.replicas)}
     source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
-    folders = {"shared_memory": SHARED_MEMORY, "files": arguments.folder}
-    arms: dict[tuple[str, Verify], Path] = {(name, verify): folders[name] for name in folders for verify in ("off", "always")}
+    stores = {"shared_memory": WeightStore(), "files": WeightStore(arguments.folder)}
+    arms: dict[tuple[str, Verify], WeightStore] = {(name, verify): stores[name] for name in stores for verify in ("off", "always")}
     copy_s, blocked_s, stored_s = list[float](), defaultdict[object, list[float]](list), defaultdict[object, list[float]](list)
     version = 0
     for _ in range(arguments.repeats + 1):  # the first round touches every page
         copy_s.append(seconds(lambda: target.copy_(source)))
-        for arm, folder in arms.items():
+        for arm, store in arms.items():
 
             @contextmanager
-            def send(digests: bool, folder: Path = folder, written: list[float] = stored_s[arm]) -> Iterator[WeightHandle]:
+            def send(digests: bool, store: WeightStore = store, written: list[float] = stored_s[arm]) -> Iterator[WeightHandle]:
                 start = time.perf_counter()
-                with stored(actor.weights(BUCKET_BYTES, digests=digests), folder) as handle:
+                with store.send(actor.weights(BUCKET_BYTES, digests=digests)) as handle:
                     written.append(time.perf_counter() - start)
                     yield handle
 

@@ -27,7 +27,7 @@ from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
 from pellucid.rollout.sglang_processes import check_sglang, sglang_options
-from pellucid.rollout.transports import BUCKET_BYTES, SHARED_MEMORY, WeightHandle, stored
+from pellucid.rollout.transports import BUCKET_BYTES, WeightHandle, WeightStore
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.rollout.vllm_processes.joined_vllm import JoinedVllm
 from pellucid.rollout.vllm_processes.joining import NEEDED, check_servers, read_token, shape_of
@@ -56,9 +56,10 @@ def make_replica(config: RunConfig) -> RolloutEngine:
 
 def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
     """Return the replica on this host, or the servers that are joined, with the weights of `actor` at this moment."""
+    store = WeightStore(_folder_here(config))
 
     def send(digests: bool) -> AbstractContextManager[WeightHandle]:
-        return stored(sent_weights(config, actor, digests=digests), _folder_here(config))
+        return store.send(sent_weights(config, actor, digests=digests))
 
     replicas = _join_servers(config)
     if not replicas:
@@ -83,17 +84,19 @@ def sent_weights(config: RunConfig, actor: FsdpEngine, *, digests: bool) -> Iter
     return actor.weights(BUCKET_BYTES, digests=digests)
 
 
-def weight_folder(config: RunConfig, *, shares_memory: bool) -> Path:
-    """Return where weights are put for the replicas, which `shares_memory` says to be all on the trainer's machine."""
+def weight_folder(config: RunConfig, *, shares_memory: bool) -> Path | None:
+    """Return where weights are put for the replicas, which `shares_memory` says to be all on the trainer's machine;
+    None: in its memory.
+    """
     transport = config.actor_rollout_ref.rollout.weight_transport
     if transport == "shared_memory" or (transport == "auto" and shares_memory):
-        return SHARED_MEMORY
+        return None
     folder = Path(config.trainer.default_local_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _folder_here(config: RunConfig) -> Path:
+def _folder_here(config: RunConfig) -> Path | None:
     return weight_folder(config, shares_memory=config.weight_transport == "shared_memory")
 
 

@@ -35,7 +35,7 @@ from pellucid.rollout.requests import (
     generate_all,
     run_sync,
 )
-from pellucid.rollout.transports import WeightHandle, WeightsDifferError, stored
+from pellucid.rollout.transports import WeightHandle, WeightsDifferError, WeightStore
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import BUILTIN_FOLDER, init_model, load_model, load_tokenizer
 from pellucid.training.common.packing import sequences_of
@@ -100,12 +100,12 @@ class Sender:
     """Sends a trainer's weights, each tensor in a bucket of its own, through `spoil` where a fault on the way is planted."""
 
     def __init__(self, actor: FsdpEngine) -> None:
-        self._actor = actor
+        self._actor, self._store = actor, WeightStore()
         self.spoil: Callable[[list[WeightBucket]], Iterable[WeightBucket]] = list
 
     def send(self, digests: bool) -> AbstractContextManager[WeightHandle]:
         buckets = [replace(one, tensors=dict(one.tensors)) for one in self._actor.weights(1, digests=digests)]
-        return stored(self.spoil(buckets))
+        return self._store.send(self.spoil(buckets))
 
 
 def replicated(actor: FsdpEngine, replica: RolloutEngine) -> Pair:

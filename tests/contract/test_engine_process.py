@@ -18,7 +18,7 @@ from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy
 from pellucid.rollout.requests import Request, SampleStream, SamplingParams, WeightUpdate, generate_all, run_sync
-from pellucid.rollout.transports import WeightsDifferError, stored
+from pellucid.rollout.transports import WeightsDifferError, WeightStore
 from pellucid.training.common.models import load_model, load_tokenizer
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
@@ -72,7 +72,7 @@ def test_weights_change_on_the_way_and_aborted_requests_tell_what_they_drew(engi
         drawn = engine.stats().sampled_tokens + 20
         while engine.stats().sampled_tokens < drawn:
             await asyncio.sleep(0.02)
-        with stored(actor.weights(1 << 14)) as handle:
+        with WeightStore().send(actor.weights(1 << 14)) as handle:
             await engine.load_weights(WeightUpdate(7, handle, verify=True))
         answer = await task
         late = [asyncio.create_task(engine.generate(one)) for one in requests(2, LONG)]
@@ -87,7 +87,7 @@ def test_weights_change_on_the_way_and_aborted_requests_tell_what_they_drew(engi
     assert answer.versions == [0] * old + [7] * (200 - old) and 0 < old < 200
     assert all(part.finish_reason == "aborted" and set(part.versions) <= {7} for part in parts)
     others = (replace(bucket, digests=dict.fromkeys(bucket.digests, "0")) for bucket in actor.weights(1 << 14))
-    with stored(others) as handle, pytest.raises(WeightsDifferError, match="digest"):
+    with WeightStore().send(others) as handle, pytest.raises(WeightsDifferError, match="digest"):
         run_sync(engine.load_weights(WeightUpdate(8, handle, verify=True)))
 
 

@@ -10,7 +10,7 @@ from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import Request, SampleStream, SamplingParams, WeightUpdate, generate_all, run_sync
-from pellucid.rollout.transports import WeightsDifferError, stored
+from pellucid.rollout.transports import WeightsDifferError, WeightStore
 from pellucid.training.common.models import load_model, load_tokenizer
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
@@ -29,7 +29,7 @@ def replica() -> NativeRolloutEngine:
 
 def two_replicas(actor: FsdpEngine) -> ReplicaSet:
     engines = {"replica 0": replica(), "replica 1": replica()}
-    return ReplicaSet(engines, lambda digests: stored(actor.weights(1 << 12, digests=digests)))
+    return ReplicaSet(engines, lambda digests: WeightStore().send(actor.weights(1 << 12, digests=digests)))
 
 
 def group(uid: str, count: int) -> list[Request]:
@@ -78,6 +78,6 @@ def test_a_tensor_that_arrives_changed_is_named_with_its_replica():
                 tensors[lost][3, 5] += 1
             yield replace(bucket, tensors=tensors)
 
-    engines = ReplicaSet({"replica 0": replica()}, lambda digests: stored(altered()))
+    engines = ReplicaSet({"replica 0": replica()}, lambda digests: WeightStore().send(altered()))
     with pytest.raises(WeightsDifferError, match=f"replica 0's '{lost}'"):
         run_sync(engines.load_weights(WeightUpdate(1)))

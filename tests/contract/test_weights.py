@@ -2,6 +2,8 @@
 
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from pellucid.agents.single_turn import sample_rollouts
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy, GatheredPolicy
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
-from pellucid.rollout.transports import WeightHandle, WeightsDifferError, load_buckets, stored
+from pellucid.rollout.transports import WeightHandle, WeightsDifferError, WeightStore, load_buckets
 from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.common.lora import add_lora
 from pellucid.training.common.models import load_tokenizer, model_tensors
@@ -67,26 +69,45 @@ def test_under_lora_the_adapters_alone_travel():
     assert bucket.tensors and all(".lora_" in name for name in bucket.tensors)
 
 
-def read_and_answer(handle: str, engine: FsdpEngine, answer) -> None:
-    load_buckets(WeightHandle.parse(handle).buckets(), model_tensors(engine.model), verify=True)
-    answer.send({name: tensor_digest(tensor) for name, tensor in tensors_of(engine).items()})
+def read_and_answer(connection) -> None:
+    engine, maps = trainer(), {}
+    while handle := connection.recv():
+        load_buckets(WeightHandle.parse(handle).buckets(maps), model_tensors(engine.model), verify=True)
+        connection.send({name: tensor_digest(tensor) for name, tensor in tensors_of(engine).items()})
 
 
 @pytest.mark.processes
-def test_another_process_reads_them_from_shared_memory():
-    engine = trainer(seed=3)
+@pytest.mark.parametrize("folder", ["memory", "files"])
+def test_another_process_reads_each_update(folder, tmp_path):
     context = multiprocessing.get_context("fork")  # to import torch anew takes seconds
     ours, theirs = context.Pipe()
-    with stored(engine.weights(10_000)) as handle:
-        folder = Path(handle.files[0]).parent
-        assert len(handle.files) > 2 and handle.num_bytes > 10_000
-        process = context.Process(target=read_and_answer, args=(handle.to_json(), trainer(), theirs))
-        process.start()
-        theirs.close()
-        digests = ours.recv()
-        process.join()
-    assert digests == {name: tensor_digest(tensor) for name, tensor in tensors_of(engine).items()}
-    assert not folder.exists()
+    process = context.Process(target=read_and_answer, args=(theirs,))
+    process.start()
+    theirs.close()
+    store, seen = WeightStore(None if folder == "memory" else tmp_path), list[tuple[str, ...]]()
+    for seed, bucket_bytes in ((3, 10_000), (4, 10_000), (5, 20_000), (6, 10_000)):
+        engine = trainer(seed=seed)
+        with store.send(engine.weights(bucket_bytes)) as handle:
+            assert len(handle.files) > 2 and handle.num_bytes > 20_000
+            ours.send(handle.to_json())
+            assert ours.recv() == {name: tensor_digest(tensor) for name, tensor in tensors_of(engine).items()}
+        seen.append(handle.files)
+    ours.send("")
+    process.join()
+    assert (seen[0] == seen[1]) == (folder == "memory"), "memory is kept, files are new"
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_ends_with_a_sender_that_is_killed():
+    code = "import sys, torch\nfrom pellucid.rollout.transports import WeightStore\nfrom pellucid.training.protocol import WeightBucket\n"
+    code += "with WeightStore().send([WeightBucket({'a': torch.ones(1)}, {})]) as handle:\n"
+    code += "    print(handle.to_json(), flush=True)\n    sys.stdin.read()"
+    sender = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    handle = WeightHandle.parse(sender.stdout.readline())
+    assert [bucket.tensors["a"].item() for bucket in handle.buckets()] == [1.0]
+    sender.kill()
+    sender.wait()
+    assert not Path(handle.files[0]).exists()
 
 
 def test_a_tensor_that_arrives_changed_is_named():
@@ -135,7 +156,7 @@ def test_an_engine_with_a_copy_samples_from_what_it_was_sent():
     engine = NativeRolloutEngine(policy, tokenizer, [EOS], **options, take_weights=policy.take_weights)
     params = SamplingParams(n=2, max_tokens=8)
     before = sample_rollouts(engine, prompts, params, stream=("a",))
-    with stored(new.weights(10_000)) as handle:
+    with WeightStore().send(new.weights(10_000)) as handle:
         run_sync(engine.load_weights(WeightUpdate(5, handle, verify=True)))
     after = sample_rollouts(engine, prompts, params, stream=("a",))
     expected = sample_rollouts(NativeRolloutEngine(new, tokenizer, [EOS], **options), prompts, params, stream=("a",))

@@ -33,7 +33,7 @@ from pellucid.ranks.cluster import Pool
 from pellucid.ranks.entry import Place, ProcessSpec, log, share_of_cores, this_place
 from pellucid.ranks.wire import Parcel, SharedMemory
 from pellucid.rollout.requests import EngineStats, generate_all, run_sync
-from pellucid.rollout.transports import WeightHandle, stored
+from pellucid.rollout.transports import WeightHandle, WeightStore
 from pellucid.stages import Probes, Stage
 from pellucid.training.sharding import join_ranks, leave_ranks
 
@@ -97,6 +97,7 @@ class RankWorker:
         """Thread, role and progress of the calls under way, by number: at most one that samples and one that trains."""
         self._num_threads = torch.get_num_threads()
         self._waits: list[Callable[[], None]] = []
+        self._store: WeightStore | None = None
         self._sent = ExitStack()
         """Ends with what the replicas were sent."""
         self._is_up = False
@@ -219,8 +220,9 @@ class RankWorker:
             return None
         return getattr(target, method)(*arguments, **options)
 
-    def _send_weights(self, folder: Path, digests: bool) -> WeightHandle | None:
-        """Gather the actor's weights from all ranks, and let the first put them below `folder`, until `forget_weights`.
+    def _send_weights(self, folder: Path | None, digests: bool) -> WeightHandle | None:
+        """Gather the actor's weights from all ranks, and let the first put them below `folder`, or into memory, until
+        `forget_weights`.
 
         Returns:
             Where they are; None on the other ranks.
@@ -228,7 +230,8 @@ class RankWorker:
         engine, first = self.roles.named("actor").engine, self._spec.rank == 0
         buckets = sent_weights(self._spec.config, engine, digests=first and digests)
         if first:
-            return self._sent.enter_context(stored(buckets, folder))
+            self._store = self._store or WeightStore(folder)
+            return self._sent.enter_context(self._store.send(buckets))
         for _ in buckets:  # takes part in the gathering
             pass
         return None

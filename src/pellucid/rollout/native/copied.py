@@ -23,6 +23,7 @@ class CopiedPolicy:
         """Take over `model`, on `device`, to compute in `dtype`."""
         self.model = model.requires_grad_(False)
         self.device, self.dtype, self.version = device, dtype, version
+        self._maps: dict[int, torch.Tensor] = {}
 
     def take_weights(self, update: WeightUpdate) -> None:
         """Copy the weights that a transport delivers.
@@ -31,7 +32,7 @@ class CopiedPolicy:
             WeightsDifferError: a tensor of the copy is not what was sent.
         """
         assert update.handle is not None, "a copy gets its weights through a transport"
-        load_buckets(update.handle.buckets(), model_tensors(self.model), verify=update.verify)
+        load_buckets(update.handle.buckets(self._maps), model_tensors(self.model), verify=update.verify)
         self.version = update.version
 
     def autocast(self) -> AbstractContextManager[object]:

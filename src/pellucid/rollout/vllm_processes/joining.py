@@ -1,12 +1,15 @@
 """What must be right of a vLLM server before a run joins it: each check says what to do, before a model is touched."""
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.errors import MissingExtraError, UserError, installed_version
+from pellucid.rollout.transports import WeightStore
 from pellucid.rollout.vllm_processes import SUPPORTED
+from pellucid.training.protocol import WeightBucket
 
 if TYPE_CHECKING:
     import httpx
@@ -58,14 +61,14 @@ def shape_of(config: Any) -> dict[str, int]:
     return {"vocab_size": text.vocab_size, "hidden_size": text.hidden_size, "num_layers": text.num_hidden_layers}
 
 
-def check_servers(section: RolloutConfig, asked: dict[str, Any], shape: dict[str, int], folder: Path) -> None:
+def check_servers(section: RolloutConfig, asked: dict[str, Any], shape: dict[str, int], folder: Path | None) -> None:
     """Check that each server is there, was started by `pellucid serve`, and serves the run's model as it needs it.
 
     Args:
         section: names the servers, and the file with their token.
         asked: arguments of vLLM that they must have; of `max_model_len` at least so much.
         shape: of the model.
-        folder: through which weights go.
+        folder: through which weights go; None: this machine's memory.
 
     Raises:
         MissingExtraError: httpx is not installed.
@@ -77,20 +80,25 @@ def check_servers(section: RolloutConfig, asked: dict[str, Any], shape: dict[str
 
     timeout = httpx.Timeout(LOOK_S, connect=CONNECT_S)
     headers = authorization(read_token(section.server_token_file))
-    with tempfile.NamedTemporaryFile(prefix="pellucid-seen-", dir=folder) as seen:
+    with WeightStore(folder).send([WeightBucket({"seen": torch.zeros(1)}, {})]) as seen:
         for address in section.server_addresses:
             # With a transport of its own it asks no proxy of the environment, nor does `JoinedVllm`.
             with httpx.Client(
                 base_url=address, headers=headers, timeout=timeout, transport=httpx.HTTPTransport()
             ) as client:
                 try:
-                    _check_server(client, address, asked, shape, seen.name)
+                    _check_server(client, address, asked, shape, seen.files[0], folder)
                 except httpx.TransportError as error:
                     raise UserError(ADDRESSES, f"nothing answers at {address} ({said(error)}).", START) from None
 
 
 def _check_server(
-    client: "httpx.Client", address: str, asked: dict[str, Any], shape: dict[str, int], seen: str
+    client: "httpx.Client",
+    address: str,
+    asked: dict[str, Any],
+    shape: dict[str, int],
+    seen: str,
+    folder: Path | None,
 ) -> None:
     version = client.get("/version")
     models = client.get("/v1/models") if version.is_success else version  # vLLM's own guard leaves the first one open
@@ -121,6 +129,7 @@ def _check_server(
             reason = f"{address} was started with {name}: {value}, and the run asks for {least}{wanted}."
             raise UserError(ADDRESSES, reason, _RESTART)
     if not found["sees"]:
-        reason = f"{address} does not see {Path(seen).parent}, through which it would get the weights."
+        where = folder or "the memory of this process"
+        reason = f"{address} does not see {where}, through which it would get the weights."
         remedy = f"Set {TRANSPORT}: files, and trainer.default_local_dir to a folder that both machines see."
         raise UserError(ADDRESSES, reason, remedy)

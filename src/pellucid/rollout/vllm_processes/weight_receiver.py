@@ -4,8 +4,8 @@
 """
 
 import importlib
+import os
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class WeightReceiver:
         parts = self.model_config, self.cache_config, self.parallel_config, self.scheduler_config
         had = {field.name: str(getattr(part, field.name)) for part in reversed(parts) for field in fields(part)}
         model = shape_of(self.model_config.hf_config)
-        return {"arguments": {name: had.get(name) for name in names}, "model": model, "sees": Path(file).exists()}
+        return {"arguments": {name: had.get(name) for name in names}, "model": model, "sees": os.access(file, os.R_OK)}
 
     def take_weights(self, handle: str, verify: bool) -> Difference | None:
         """Load the weights of a `WeightHandle` in JSON; return the first that is not what was sent."""
