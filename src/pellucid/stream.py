@@ -121,6 +121,10 @@ class Stream(Schedule):
         self._prompts: list[Prompt] = []
         """Drawn from the loader, and not begun."""
         self._num_started = 0
+        self._num_unanswered = 0
+        """Samples of groups that were started, for which the engine has no answer yet."""
+        self._places = (rollout.max_num_seqs + rollout.n) * max(1, len(run.rollout_engine.replicas))
+        """Samples that the engine decodes at once, and a group that waits at each replica: more would grow old there."""
         self._published = [run.actor.version]
         """The newest versions that the engine was given."""
         self._num_steps = self._staleness + 1
@@ -149,9 +153,10 @@ class Stream(Schedule):
     # In the event loop's thread
 
     def _fill(self) -> None:
-        """Let in as many groups as the steps can train on for which the engine's weights are new enough."""
+        """Let in as many groups as the engine has places for, and the steps for which its weights are new enough."""
         with self._changed:
-            while len(self._groups) < min(self._batch * self._num_steps, self._left):
+            room = min(self._batch * self._num_steps, self._left)
+            while len(self._groups) < room and self._num_unanswered < self._places:
                 if not self._prompts:
                     self._prompts = self._run.loader.next_batch()
                 self._begin(self._prompts.pop(0))
@@ -164,6 +169,7 @@ class Stream(Schedule):
 
     def _start(self, group: Group) -> None:
         group.rollouts |= {one.sample: one for one in self._journal.take(group.number, group.prompt)}
+        self._num_unanswered += len(group.samples) - len(group.rollouts)
         task = self._loop.create_task(self._produce(group))
         self._tasks.add(task)
         task.add_done_callback(self._end)
@@ -183,6 +189,8 @@ class Stream(Schedule):
                 rollout = await answer(self._valve, each, self._params, self._progress)
                 group.rollouts[each.sample] = rollout
                 self._journal.note(group.number, rollout)
+                self._num_unanswered -= 1
+                self._fill()
 
         await asyncio.gather(*map(sample, group.samples))
         rollouts = [group.rollouts[index] for index in range(self._params.n)]
