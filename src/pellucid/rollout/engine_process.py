@@ -5,6 +5,7 @@ call as it ends. What travels are requests, answers and numbers; weights come th
 """
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,10 +24,13 @@ from typing import Any
 
 import torch
 
+from pellucid.devices import keep_freed_memory
 from pellucid.errors import RunFailedError
 from pellucid.rollout.forwarded import ForwardedEngine
-from pellucid.rollout.requests import EngineStats, RolloutEngine
+from pellucid.rollout.requests import EngineStats, RolloutEngine, run_sync
 
+Answer = tuple[int, Any, BaseException | None]
+"""The number of a call, and what it returned or raised."""
 BEAT_S, LEAVE_S = 0.1, 10.0
 """How often the process says that decoding goes on, and how long it may take to end."""
 
@@ -46,28 +51,16 @@ class EngineProcess(ForwardedEngine):
         theirs.close()
         self._lock, self._sending = threading.Lock(), threading.Lock()
         """Of the calls, and of the pipe: while one thread waits for room in it, answers are still heard."""
-        self._calls: dict[int, Future[Any]] = {}
-        self._num_calls = 0
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
         self._unsent: list[tuple[int, str, tuple[Any, ...]]] = []
         threading.Thread(target=self._listen, name="rollout engine", daemon=True).start()
         self._connection.send((sys.path, torch.get_num_threads()))
         try:
-            answer = self._start("make", make)[1]
-            self._flush()
-            answer.result()
+            run_sync(self._call("make", make))
         except BaseException:
             self.close()
             raise
-
-    def _start(self, method: str, *arguments: Any) -> "tuple[int, Future[Any]]":
-        """Note a call for the next `_flush`, and return its number and what will have its result."""
-        answer: Future[Any] = Future()
-        with self._lock:
-            self._num_calls += 1
-            number = self._num_calls
-            self._calls[number] = answer
-            self._unsent.append((number, method, arguments))
-        return number, answer
 
     def _flush(self) -> None:
         """Send all calls that were noted, in one message: the engine begins with them at the same moment."""
@@ -81,10 +74,15 @@ class EngineProcess(ForwardedEngine):
                     self._fail()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        number, answer = self._start(method, *arguments)
-        asyncio.get_running_loop().call_soon(self._flush)  # behind all calls of this turn of the loop
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        answer = loop.create_future()
+        with self._lock:
+            if not self._unsent:
+                loop.call_soon(self._flush)  # behind all calls of this turn of the loop
+            self._calls[number] = answer
+            self._unsent.append((number, method, arguments))
         try:
-            return await asyncio.wrap_future(answer)
+            return await answer
         except asyncio.CancelledError:
             with self._lock:
                 if self._calls.pop(number, None) is not None:
@@ -96,34 +94,46 @@ class EngineProcess(ForwardedEngine):
         """Hear what the process answers until it ends."""
         try:
             while True:
-                number, value, error, self._stats = self._connection.recv()
-                if number is None:
-                    self._listeners.tell()
-                    continue
-                with self._lock:
-                    answer = self._calls.pop(number, None)
-                if answer is not None:  # it was not cancelled meanwhile
-                    answer.set_result(value) if error is None else answer.set_exception(error)
+                answers, self._stats = self._connection.recv()
+                self._settle(answers) if answers else self._listeners.tell()
         except (EOFError, OSError):
             self._fail()
 
+    def _settle(self, answers: Iterable[Answer]) -> None:
+        """Wake those who wait for the answers, each loop once; cancelled calls are known no more."""
+        of_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple["asyncio.Future[Any]", Answer]]](list)
+        with self._lock:
+            for answer in answers:
+                if (call := self._calls.pop(answer[0], None)) is not None:
+                    of_loop[call.get_loop()].append((call, answer))
+        for loop, answered in of_loop.items():
+            with suppress(RuntimeError):  # the loop ended, and nobody waits in it
+                loop.call_soon_threadsafe(_wake, answered)
+
     def _fail(self) -> None:
         """Tell all who wait that the process has ended."""
-        with self._lock:
-            calls, self._calls = self._calls, {}
         status = self._process.wait(LEAVE_S)
-        for answer in calls.values():
-            answer.set_exception(RunFailedError(f"the rollout engine's process has died (exit status {status})"))
+        error = RunFailedError(f"the rollout engine's process has died (exit status {status})")
+        with self._lock:
+            waiting = list(self._calls)
+        self._settle([(number, None, error) for number in waiting])
 
     def close(self) -> None:
         """End the process."""
         if self._process.poll() is None:
-            self._start("close")
+            with self._lock:
+                self._unsent.append((next(self._numbers), "close", ()))
             self._flush()
             try:
                 self._process.wait(LEAVE_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+
+
+def _wake(answered: "list[tuple[asyncio.Future[Any], Answer]]") -> None:
+    for call, (_, value, error) in answered:
+        if not call.done():
+            call.set_result(value) if error is None else call.set_exception(error)
 
 
 class _Host:
@@ -133,6 +143,7 @@ class _Host:
         self._connection = connection
         self._engine: RolloutEngine | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._answers: list[Answer] = []
         self._told_at = 0.0
 
     async def serve(self) -> None:
@@ -169,20 +180,24 @@ class _Host:
         del self._tasks[number]
         if task.cancelled():
             return
+        if not self._answers:
+            asyncio.get_running_loop().call_soon(self._send)  # with all that end in this turn of the loop
         error = task.exception()
         try:
-            self._send(number, None if error else task.result(), error)
-        except (pickle.PicklingError, TypeError, AttributeError):  # the error holds what cannot travel
-            self._send(number, None, RunFailedError(f"the rollout engine failed: {type(error).__name__}: {error}"))
+            pickle.dumps(error)
+        except (pickle.PicklingError, TypeError, AttributeError):  # it holds what cannot travel
+            error = RunFailedError(f"the rollout engine failed: {type(error).__name__}: {error}")
+        self._answers.append((number, None if error else task.result(), error))
 
     def _beat(self, _: int) -> None:
         if time.monotonic() - self._told_at > BEAT_S:
-            self._send(None, None, None)
+            self._send()
 
-    def _send(self, number: int | None, value: Any, error: BaseException | None) -> None:
+    def _send(self) -> None:
+        """Send all answers, or none as a sign of life, and what the engine says of itself."""
         self._told_at = time.monotonic()
-        stats = EngineStats() if self._engine is None else self._engine.stats()
-        self._connection.send((number, value, error, stats))
+        answers, self._answers = self._answers, []
+        self._connection.send((answers, EngineStats() if self._engine is None else self._engine.stats()))
 
 
 def main() -> None:
@@ -191,6 +206,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     sys.path[:], num_threads = connection.recv()
     torch.set_num_threads(num_threads)
+    keep_freed_memory()
     asyncio.run(_Host(connection).serve())
     os._exit(0)
 
