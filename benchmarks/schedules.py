@@ -38,7 +38,11 @@ GROUP, PLACES = 8, 16
 MEDIAN, SIGMA, LONGEST, TOKEN_S = 250, 0.5, 1024, 0.01
 WARM_UP = 6
 RECIPE = """
-data: {{train_files: "task:arithmetic?level=2&digits=4&size=40000", train_batch_size: {prompts}, max_prompt_length: 16, max_response_length: {longest}}}
+data:
+  train_files: "task:arithmetic?level=2&digits=4&size=40000"
+  train_batch_size: {prompts}
+  max_prompt_length: 16
+  max_response_length: {longest}
 actor_rollout_ref:
   model: {{path: builtin}}
   actor: {{strategy: fsdp2, ppo_mini_batch_size: {prompts}}}
