@@ -122,6 +122,7 @@ def make_native_engine(
 
 
 def _make_native_replica(config: RunConfig) -> RolloutEngine:
+    devices.keep_freed_memory()
     device, dtype = devices.choose_device(config.trainer.device), torch_dtype(config.actor_rollout_ref.model.dtype)
     policy = CopiedPolicy(load_policy(config, device), device, dtype)
     return make_native_engine(config, policy, policy.take_weights, run_tokenizer(config))

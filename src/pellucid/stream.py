@@ -124,7 +124,7 @@ class Stream(Schedule):
         self._num_unanswered = 0
         """Samples of groups that were started, for which the engine has no answer yet."""
         self._places = (rollout.max_num_seqs + rollout.n) * max(1, len(run.rollout_engine.replicas))
-        """Samples that the engine decodes at once, and a group that waits at each replica: more would grow old there."""
+        """Samples that the engine decodes at once, and a group to wait at each replica: more would grow old there."""
         self._published = [run.actor.version]
         """The newest versions that the engine was given."""
         self._num_steps = self._staleness + 1

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from pellucid.devices import keep_freed_memory
 from pellucid.errors import RunFailedError
 from pellucid.rollout.forwarded import ForwardedEngine
 from pellucid.rollout.requests import EngineStats, RolloutEngine, run_sync
@@ -206,7 +205,6 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     sys.path[:], num_threads = connection.recv()
     torch.set_num_threads(num_threads)
-    keep_freed_memory()
     asyncio.run(_Host(connection).serve())
     os._exit(0)
 
