@@ -37,7 +37,7 @@ test-fast: .venv/dev  ## run the tests that start no process: a minute and a hal
 
 test-vllm: .venv-vllm/ready  ## run the tests with the real vLLM, in an environment of its own (3.8 GB)
 	.venv-vllm/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10 \
-	  $(or $(VLLM_TESTS),$$(grep -rl --include='test_*.py' 'importorskip("vllm")' tests))
+	  $(or $(VLLM_TESTS),tests/integration/test_engine_runs.py $$(grep -rl --include='test_*.py' 'importorskip("vllm")' tests))
 
 # SGLang pins CUDA packages and another torch; these are what its server imports on a CPU, where its kernels need AMX.
 SGLANG_IMPORTS := aiohttp apache-tvm-ffi compressed-tensors einops fastapi gguf httpx ipython jsonschema msgspec openai orjson \
@@ -46,12 +46,12 @@ SGLANG_IMPORTS := aiohttp apache-tvm-ffi compressed-tensors einops fastapi gguf 
 .venv-sglang/ready: pyproject.toml
 	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --upgrade pip
-	.venv-sglang/bin/python -m pip install --quiet -e . 'transformers==5.19.0' 'pytest>=8,<9.2' 'pytest-timeout>=2.3' $(SGLANG_IMPORTS)
+	.venv-sglang/bin/python -m pip install --quiet -e '.[ray]' 'transformers==5.19.0' 'pytest>=8,<9.2' 'pytest-timeout>=2.3' $(SGLANG_IMPORTS)
 	.venv-sglang/bin/python -m pip install --quiet --no-deps 'sglang==0.5.23'
 	touch .venv-sglang/ready
 
 test-sglang: .venv-sglang/ready  ## run the tests with the real SGLang and stand-ins for its kernels, in an environment of its own (3 GB)
-	.venv-sglang/bin/python -m pytest tests/contract/test_sglang.py --durations=5
+	.venv-sglang/bin/python -m pytest --durations=5 $(or $(SGLANG_TESTS),tests/contract/test_sglang.py tests/integration/test_engine_runs.py)
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks examples

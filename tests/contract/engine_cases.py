@@ -291,6 +291,12 @@ def test_stop_strings_cut_the_text_and_keep_the_ids(pair):
     assert 3 < num_stopped < 20
 
 
+def test_the_longest_request_fits(pair):
+    prompt = prompt_of(255, "longest")
+    answer = run_sync(pair.engine.generate(request_of(prompt, replace(GREEDY, max_tokens=1))))
+    assert_greedy(plain_copy(pair.actor.model), prompt, answer.token_ids, max_tokens=1)
+
+
 def test_progress_and_stats(pair):
     seen: list[int] = []
     before = pair.engine.stats()

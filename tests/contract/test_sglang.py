@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,26 @@ if importlib.util.find_spec("sgl_kernel") is None:
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path, str(Path(__file__).parent)])  # for the server's processes
 
 from engine_cases import *  # noqa: F403
-from engine_cases import GREEDY, STREAM, TOKENIZER, Head, Pair, each_served_once, folder_of, replicated, some_prompts
+from engine_cases import (
+    GREEDY,
+    STREAM,
+    TOKENIZER,
+    Head,
+    Pair,
+    each_served_once,
+    folder_of,
+    prompt_of,
+    replicated,
+    request_of,
+    some_prompts,
+)
 from tiny import EOS
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import RunFailedError, UserError
 from pellucid.rollout.inference import InferenceRolloutEngine
-from pellucid.rollout.sglang_processes import check_sglang, scheduler_hooks
+from pellucid.rollout.requests import run_sync
+from pellucid.rollout.sglang_processes import SPARE_TOKENS, check_sglang, scheduler_hooks
 from pellucid.rollout.sglang_processes.own_sglang import OwnSglang
 from pellucid.rollout.transports import WeightsDifferError
 from pellucid.training.fsdp import FsdpEngine
@@ -40,7 +54,7 @@ FAULT = "PELLUCID_TEST_FAULT"
 OPTIONS = {
     "device": "cpu",
     "dtype": "float32",
-    "context_length": 258,
+    "context_length": 256 + SPARE_TOKENS,
     "max_total_tokens": 8192,
     "max_running_requests": 32,
     "attention_backend": "torch_native",
@@ -110,6 +124,11 @@ def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
     monkeypatch.setattr(pair.engine.replicas["replica 0"]._inference, "forget_cache", keep)
     with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache' has 159 tokens that the old weights computed"):
         pair.update(2)
+
+
+def test_a_request_that_is_refused_is_no_aborted_one(pair):
+    with pytest.raises(RunFailedError, match=r"SGLang refuses a request: Input length \(257 tokens\)"):
+        run_sync(pair.engine.generate(request_of(prompt_of(257, "too long"), replace(GREEDY, max_tokens=1))))
 
 
 def test_arguments_are_checked_against_sglangs_own():

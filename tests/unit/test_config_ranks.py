@@ -208,7 +208,6 @@ SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
     ("overrides", "field", "words"),
     [
         ([*RAY, *SEPARATE], f"{ROLLOUT}.n_gpus_per_node", ["mode: separate needs devices"]),
-        ([*RAY, f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name", ["placement: local", "take vllm"]),
         (SEPARATE, f"{ROLLOUT}.mode", ["placement: local", "Set trainer.placement: ray"]),
         ([*ranks(2), f"{ROLLOUT}.n_gpus_per_node=2"], f"{ROLLOUT}.n_gpus_per_node", ["no effect with mode: colocated"]),
         ([*ranks(2, 2), f"{ROLLOUT}.nnodes=2"], f"{ROLLOUT}.nnodes", ["Set actor_rollout_ref.rollout.mode: separate"]),

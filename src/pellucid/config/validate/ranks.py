@@ -64,9 +64,6 @@ def _replicas(config: RunConfig) -> Iterator[UserError]:
             reason = "placement: local has no devices beside the trainer's."
             yield UserError(f"{_ROLLOUT}.mode", reason, "Set trainer.placement: ray, or it to colocated.")
         return
-    if rollout.name == "sglang":
-        remedy = "Set trainer.placement: local, or take vllm."
-        yield UserError(f"{_ROLLOUT}.name", "sglang has no replicas in Ray's placement, so far.", remedy)
     per_machine, size = config.rollout_machines[0], rollout.tensor_model_parallel_size
     if per_machine == 0:
         remedy = "Set it to the devices that engines may have for themselves, or mode: colocated."

@@ -17,6 +17,8 @@ from pellucid.training.common.models import model_folder
 
 SUPPORTED = SpecifierSet(">=0.5.23,<0.5.24")
 """Versions that the contract tests ran with."""
+SPARE_TOKENS = 6
+"""Tokens of `context_length` that SGLang keeps for itself: it refuses prompts that leave less."""
 _NAME, _OPTIONS = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.engine_kwargs.sglang"
 
 
@@ -68,7 +70,7 @@ def sglang_options(model: ModelConfig, section: RolloutConfig, device: str, long
         "json_model_override_args": json.dumps(model.override_config),
         "device": device,
         "dtype": section.dtype,
-        "context_length": longest + 2,  # SGLang ends an answer two tokens before it
+        "context_length": longest + SPARE_TOKENS,
         "max_running_requests": section.max_num_seqs,
         "max_prefill_tokens": section.max_num_batched_tokens,
         "chunked_prefill_size": section.max_num_batched_tokens if section.enable_chunked_prefill else -1,

@@ -33,6 +33,8 @@ ARGUMENTS = {
     "incremental_streaming_output": True,
     "sampling_backend": "pytorch",  # others do not read the seeds of requests
     "skip_server_warmup": True,
+    "sleep_on_idle": True,  # or its scheduler takes a core from the trainer, always
+    "stream_interval": 16,  # tokens; each piece of an answer is a message between four processes
     "log_level": "error",
 }
 """What Pellucid needs of SGLang."""
@@ -86,7 +88,8 @@ class OwnSglang(Inference):
             base_url=f"http://{HOST}:{port}",
             headers={"Authorization": f"Bearer {token}"},
             timeout=None,
-            limits=httpx.Limits(max_connections=None),
+            # None is kept: the server could close it as a request comes, and looking through many idle ones is slow.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
         server = cls(process, client, bool(arguments.get("enable_memory_saver")), record)
@@ -171,7 +174,10 @@ class OwnSglang(Inference):
             self._tell(**({"running": -1} if ids else {"waiting": -1}))
         if not meta:
             raise RunFailedError("SGLang ended an answer before it began")
-        reason = FINISH_REASONS[meta["finish_reason"]["type"]]
+        finish = meta["finish_reason"]
+        if finish.get("status_code"):
+            raise RunFailedError(f"SGLang refuses a request: {finish['message']}")
+        reason = FINISH_REASONS[finish["type"]]
         if reason != "aborted":
             self._tell(answered=1, prefill_s=first - began, decode_s=time.perf_counter() - first)
         spans = meta.get("weight_versions", ())

@@ -1,5 +1,8 @@
-"""Whole runs on the real vLLM, each a process of its own; `make test-vllm` has the environment."""
+"""Whole runs on the real vLLM or SGLang, each a process of its own; `make test-vllm` and `make test-sglang` have the
+environments.
+"""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,29 +17,32 @@ from processes import all_gone, processes_of, steps_done
 
 from conftest import RECIPE
 
-pytest.importorskip("vllm")
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-VLLM = (
-    "actor_rollout_ref.rollout.name=vllm",
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm={kv_cache_memory_bytes: 67108864}",
-    "data.val_files=null",
-    "trainer.save_freq=-1",
-    "trainer.total_training_steps=100000",
-)
+OPTIONS = {
+    "vllm": "kv_cache_memory_bytes: 67108864",
+    "sglang": "max_total_tokens: 8192, attention_backend: torch_native, disable_overlap_schedule: true, grammar_backend: none",
+}
+PROCESS = {"vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}
+INSTALLED = [engine for engine in OPTIONS if importlib.util.find_spec(engine)]
+STAND_INS = [] if importlib.util.find_spec("sgl_kernel") else [str(Path(__file__).parents[1] / "sglang_stand_ins")]
 START_S = 400.0
 
 
+@pytest.mark.parametrize("engine", INSTALLED)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_killed_trainer_leaves_nothing_of_vllm_or_ray(tmp_path: Path, num_ranks: int) -> None:
+def test_a_killed_trainer_leaves_nothing_of_its_engines_or_ray(tmp_path: Path, engine: str, num_ranks: int) -> None:
     """In one process, and with a replica on each of two ranks of Ray, which sample what the trainer has just learned."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    rollout, endless = "actor_rollout_ref.rollout", ["data.val_files=null", "trainer.save_freq=-1", "trainer.total_training_steps=100000"]
+    options = [f"{rollout}.name={engine}", f"+{rollout}.engine_kwargs.{engine}={{{OPTIONS[engine]}}}", *endless]
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*sys.path, *STAND_INS])}
     ranks = ["trainer.placement=ray", f"trainer.n_gpus_per_node={num_ranks}"] if num_ranks > 1 else []
     log, run_dir = tmp_path / "log", tmp_path / "run"
     with log.open("w") as output:
-        command = [sys.executable, "-c", MAIN, "train", "recipe.yaml", *VLLM, *ranks]
-        trainer = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=output, stderr=output)
+        command = [sys.executable, "-c", MAIN, "train", "recipe.yaml", *options, *ranks]
+        trainer = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output)
     processes = [psutil.Process(trainer.pid)]
     try:
         deadline = time.monotonic() + START_S
@@ -44,7 +50,7 @@ def test_a_killed_trainer_leaves_nothing_of_vllm_or_ray(tmp_path: Path, num_rank
             assert trainer.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         processes += [*processes[0].children(recursive=True), *processes_of(run_dir).values()]
-        assert [process.name() for process in processes].count("VLLM::EngineCore") == num_ranks
+        assert [process.name() for process in processes].count(PROCESS[engine]) == num_ranks
     finally:
         os.kill(trainer.pid, 9)
         trainer.wait()
