@@ -1,7 +1,8 @@
 """How fast weights travel from a trainer to engines beside it, by transport, beside one copy of the same bytes in memory.
 
 Each engine is a native one in a process of its own, which loads into a whole model. `blocked_s` is what training waits: from the
-moment it sends to the moment when all engines serve the new version; `stored_s` is the writing alone. The copy is one
+moment it sends to the moment when all engines serve the new version; `stored_s` is the writing alone, which a collective does beside the
+loading. The copy is one
 `Tensor.copy_` between two buffers of the same size, in the same run. Figures are medians, the arms take turns.
 
     python benchmarks/weight_sync.py --model models/smollm2-135m-instruct --replicas 2
@@ -22,10 +23,11 @@ import torch
 from common import CPU, parser, report
 from pellucid.config import load_config
 from pellucid.engines import make_replica
+from pellucid.rollout.collective import Broadcaster
 from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import WeightUpdate, run_sync
-from pellucid.rollout.transports import BUCKET_BYTES, Verify, WeightHandle, WeightStore
+from pellucid.rollout.transports import BUCKET_BYTES, Transport, Verify, WeightHandle, WeightStore
 from pellucid.training.common.models import load_model
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
@@ -49,18 +51,19 @@ def main() -> None:
     config = load_config(recipe, [f"actor_rollout_ref.model.path={arguments.model}"]).config
     engines = {f"replica {index}": EngineProcess(partial(make_replica, config)) for index in range(arguments.replicas)}
     source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
-    stores = {"shared_memory": WeightStore(), "files": WeightStore(arguments.folder)}
-    arms: dict[tuple[str, Verify], WeightStore] = {(name, verify): stores[name] for name in stores for verify in ("off", "always")}
+    broadcaster = Broadcaster("127.0.0.1", arguments.replicas, "gloo")
+    transports: dict[str, Transport] = {"shared_memory": WeightStore(), "files": WeightStore(arguments.folder), "collective": broadcaster}
+    arms: dict[tuple[str, Verify], Transport] = {(name, verify): one for name, one in transports.items() for verify in ("off", "always")}
     copy_s, blocked_s, stored_s = list[float](), defaultdict[object, list[float]](list), defaultdict[object, list[float]](list)
     version = 0
     for _ in range(arguments.repeats + 1):  # the first round touches every page
         copy_s.append(seconds(lambda: target.copy_(source)))
-        for arm, store in arms.items():
+        for arm, transport in arms.items():
 
             @contextmanager
-            def send(digests: bool, store: WeightStore = store, written: list[float] = stored_s[arm]) -> Iterator[WeightHandle]:
+            def send(digests: bool, transport: Transport = transport, written: list[float] = stored_s[arm]) -> Iterator[WeightHandle]:
                 start = time.perf_counter()
-                with store.send(actor.weights(BUCKET_BYTES, digests=digests)) as handle:
+                with transport.send(actor.weights(BUCKET_BYTES, digests=digests)) as handle:
                     written.append(time.perf_counter() - start)
                     yield handle
 

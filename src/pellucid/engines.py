@@ -6,11 +6,12 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ from pellucid.config import RunConfig
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.loading import load_policy, run_tokenizer, torch_dtype
 from pellucid.observe.captures import save_folder
+from pellucid.rollout.collective import Broadcaster, GroupKind, address_towards
 from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.inference import InferenceRolloutEngine, Start
 from pellucid.rollout.native import NativeRolloutEngine
@@ -27,7 +29,7 @@ from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
 from pellucid.rollout.sglang_processes import check_sglang, sglang_options
-from pellucid.rollout.transports import BUCKET_BYTES, WeightHandle, WeightStore
+from pellucid.rollout.transports import BUCKET_BYTES, Transport, WeightHandle, WeightStore
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.rollout.vllm_processes.joined_vllm import JoinedVllm
 from pellucid.rollout.vllm_processes.joining import NEEDED, check_servers, read_token, shape_of
@@ -56,10 +58,10 @@ def make_replica(config: RunConfig) -> RolloutEngine:
 
 def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
     """Return the replica on this host, or the servers that are joined, with the weights of `actor` at this moment."""
-    store = WeightStore(_folder_here(config))
+    transport = _transport_here(config)
 
     def send(digests: bool) -> AbstractContextManager[WeightHandle]:
-        return store.send(sent_weights(config, actor, digests=digests))
+        return transport.send(sent_weights(config, actor, digests=digests))
 
     replicas = _join_servers(config)
     if not replicas:
@@ -84,20 +86,32 @@ def sent_weights(config: RunConfig, actor: FsdpEngine, *, digests: bool) -> Iter
     return actor.weights(BUCKET_BYTES, digests=digests)
 
 
-def weight_folder(config: RunConfig, *, shares_memory: bool) -> Path | None:
-    """Return where weights are put for the replicas, which `shares_memory` says to be all on the trainer's machine;
-    None: in its memory.
+def weight_transport(config: RunConfig, *, shares_memory: bool, host: str) -> Callable[[], Transport]:
+    """Return what makes the run's transport in the process that sends.
+
+    Args:
+        config: of the run.
+        shares_memory: whether all replicas are on that process' machine.
+        host: that machine's address, as the replicas reach it.
     """
-    transport = config.actor_rollout_ref.rollout.weight_transport
-    if transport == "shared_memory" or (transport == "auto" and shares_memory):
-        return None
+    section = config.actor_rollout_ref.rollout
+    if section.weight_transport == "collective":
+        separate = section.mode == "separate" or section.server_addresses
+        kind: GroupKind = "nccl" if separate and devices.choose_device(config.trainer.device).type == "cuda" else "gloo"
+        return partial(Broadcaster, host, config.num_replicas * section.tensor_model_parallel_size, kind)
+    if section.weight_transport == "shared_memory" or (section.weight_transport == "auto" and shares_memory):
+        return WeightStore
     folder = Path(config.trainer.default_local_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return partial(WeightStore, folder)
 
 
-def _folder_here(config: RunConfig) -> Path | None:
-    return weight_folder(config, shares_memory=config.weight_transport == "shared_memory")
+def _transport_here(config: RunConfig) -> Transport:
+    servers = [urlsplit(address).hostname or "" for address in config.actor_rollout_ref.rollout.server_addresses]
+    host = "127.0.0.1"
+    with suppress(OSError):  # of a server that cannot be found `check_servers` tells
+        host = address_towards(servers[0]) if servers else host
+    return weight_transport(config, shares_memory=config.weight_transport == "shared_memory", host=host)()
 
 
 def make_native_engine(
@@ -186,10 +200,11 @@ def _check_vllm(config: RunConfig) -> None:
     options = vllm_options(config)
     usual = vllm_options(replace(config, actor_rollout_ref=replace(policy, rollout=RolloutConfig(name="vllm"))))
     asked = {name: value for name, value in options.items() if value != usual.get(name)}
-    needed = NEEDED | {name: options[name] for name in ("dtype", "max_model_len")}
+    sizes = ("tensor_parallel_size",) if config.weight_transport == "collective" else ()
+    needed = NEEDED | {name: options[name] for name in ("dtype", "max_model_len", *sizes)}
     trusts, field = policy.model.trust_remote_code, "actor_rollout_ref.model.path"
     facts = read_config(policy.model.path, policy.model.override_config, trust_remote_code=trusts, field=field)
-    check_servers(section, asked | needed, shape_of(facts), _folder_here(config))
+    check_servers(section, asked | needed, shape_of(facts), _transport_here(config))
 
 
 def _start_vllm(config: RunConfig) -> RolloutEngine:

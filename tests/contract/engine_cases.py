@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pellucid.agents.single_turn import sample_rollouts
 from pellucid.errors import NonFiniteError
+from pellucid.rollout.collective import Broadcaster
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import (
     Completion,
@@ -35,7 +36,7 @@ from pellucid.rollout.requests import (
     generate_all,
     run_sync,
 )
-from pellucid.rollout.transports import WeightHandle, WeightsDifferError, WeightStore
+from pellucid.rollout.transports import Transport, WeightHandle, WeightsDifferError, WeightStore
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.models import BUILTIN_FOLDER, init_model, load_model, load_tokenizer
 from pellucid.training.common.packing import sequences_of
@@ -100,12 +101,13 @@ class Sender:
     """Sends a trainer's weights, each tensor in a bucket of its own, through `spoil` where a fault on the way is planted."""
 
     def __init__(self, actor: FsdpEngine) -> None:
-        self._actor, self._store = actor, WeightStore()
+        self._actor = actor
+        self.transport: Transport = WeightStore()
         self.spoil: Callable[[list[WeightBucket]], Iterable[WeightBucket]] = list
 
     def send(self, digests: bool) -> AbstractContextManager[WeightHandle]:
         buckets = [replace(one, tensors=dict(one.tensors)) for one in self._actor.weights(1, digests=digests)]
-        return self._store.send(self.spoil(buckets))
+        return self.transport.send(self.spoil(buckets))
 
 
 def replicated(actor: FsdpEngine, replica: RolloutEngine) -> Pair:
@@ -431,6 +433,20 @@ def test_after_an_update_nothing_that_the_old_weights_computed_is_used(each_pair
     late = run_sync(update_on_the_way())
     assert set(late.versions) == {5}
     assert_scored_alike(actor, [rollout_of(prompt, late)])
+
+
+@pytest.mark.parametrize("name", ["files", "collective"])
+def test_weights_arrive_by_the_other_transports_too(untied_pair, name, tmp_path, monkeypatch):
+    actor, sender = untied_pair.actor, untied_pair.sender
+    if sender is None:
+        pytest.skip("the weights are the trainer's own")
+    transport = WeightStore(tmp_path) if name == "files" else Broadcaster("127.0.0.1", 1, "gloo")
+    monkeypatch.setattr(sender, "transport", transport)
+    for version in (2, 3):
+        untied_pair.update(version)
+        [rollout] = sample_rollouts(untied_pair.engine, some_prompts(1), GREEDY, stream=STREAM)
+        assert_greedy(plain_copy(actor.model), rollout.prompt, rollout.token_ids)
+        assert_scored_alike(actor, [rollout])
 
 
 def test_nan_weights_are_found_and_healthy_ones_heal(pair):

@@ -46,7 +46,7 @@ from pellucid.errors import RunFailedError, UserError
 from pellucid.rollout import inference
 from pellucid.rollout.inference import InferenceRolloutEngine
 from pellucid.rollout.requests import SamplingParams, run_sync
-from pellucid.rollout.transports import WeightsDifferError
+from pellucid.rollout.transports import WeightsDifferError, WeightStore
 from pellucid.rollout.vllm_processes.joined_vllm import JoinedVllm
 from pellucid.rollout.vllm_processes.joining import NEEDED, authorization, check_servers, read_token
 from pellucid.rollout.vllm_processes.weight_receiver import Difference, WeightReceiver
@@ -136,7 +136,7 @@ def served(server: Server) -> Iterator[Callable[[Head], Pair]]:
     one = each_served_once(lambda actor: replicated(actor, server.engine()))
     get = next(one)
     yield lambda _: get("untied")
-    next(one, None)
+    next(one, WeightStore())
 
 
 @pytest.fixture
@@ -176,17 +176,17 @@ def test_its_token_is_the_owners_alone_and_nothing_is_answered_without(server):
     ],
 )
 def test_a_server_that_was_started_otherwise_is_not_joined(server, asked, shape, words):
-    check_servers(server.section(), ASKED, SHAPE, None)
+    check_servers(server.section(), ASKED, SHAPE, WeightStore())
     with pytest.raises(UserError, match=words):
-        check_servers(server.section(), ASKED | asked, shape, None)
+        check_servers(server.section(), ASKED | asked, shape, WeightStore())
 
 
 def test_a_wrong_or_missing_token_is_said(server, tmp_path):
     (tmp_path / "token").write_text("guess")
     with pytest.raises(UserError, match=r"server_token_file: .* refuses the token"):
-        check_servers(server.section(server_token_file=str(tmp_path / "token")), ASKED, SHAPE, None)
+        check_servers(server.section(server_token_file=str(tmp_path / "token")), ASKED, SHAPE, WeightStore())
     with pytest.raises(UserError, match=r"server_token_file: .*cannot be read"):
-        check_servers(server.section(server_token_file=str(tmp_path / "none")), ASKED, SHAPE, None)
+        check_servers(server.section(server_token_file=str(tmp_path / "none")), ASKED, SHAPE, WeightStore())
 
 
 class OtherServer(BaseHTTPRequestHandler):
@@ -227,7 +227,7 @@ DESCRIBED = {"/collective_rpc": (200, BLIND)}
         (VERSION, "VLLM_SERVER_DEV_MODE=1"),
         (VERSION | {"/collective_rpc": NO_METHOD}, "no extension that takes weights.*no attribute 'describe'"),
         (VERSION | DESCRIBED | {"/inference/v1/generate": (403, "")}, "--enable-scale-out"),
-        (VERSION | DESCRIBED, "does not see the memory of this process"),
+        (VERSION | DESCRIBED, "does not reach the memory of this process"),
     ],
 )
 def test_what_no_pellucid_serve_has_started_is_not_joined(answers, words):
@@ -236,10 +236,10 @@ def test_what_no_pellucid_serve_has_started_is_not_joined(answers, words):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         section = RolloutConfig(server_addresses=[f"http://127.0.0.1:{server.server_port}"], server_token_file=None)
         with pytest.raises(UserError, match=words):
-            check_servers(section, {}, {"vocab_size": 25}, None)
+            check_servers(section, {}, {"vocab_size": 25}, WeightStore())
         server.shutdown()
     with pytest.raises(UserError, match=r"nothing answers at http.*ConnectError"):
-        check_servers(section, {}, {}, None)
+        check_servers(section, {}, {}, WeightStore())
 
 
 def test_a_stale_prefix_cache_is_found_over_http_too(pair, monkeypatch):

@@ -15,7 +15,7 @@ from pellucid.agents.single_turn import sample_rollouts
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy, GatheredPolicy
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
-from pellucid.rollout.transports import WeightHandle, WeightsDifferError, WeightStore, load_buckets
+from pellucid.rollout.transports import WeightsDifferError, WeightStore, load_buckets, parse_handle
 from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.common.lora import add_lora
 from pellucid.training.common.models import load_tokenizer, model_tensors
@@ -72,7 +72,7 @@ def test_under_lora_the_adapters_alone_travel():
 def read_and_answer(connection) -> None:
     engine, maps = trainer(), {}
     while handle := connection.recv():
-        load_buckets(WeightHandle.parse(handle).buckets(maps), model_tensors(engine.model), verify=True)
+        load_buckets(parse_handle(handle).buckets(maps), model_tensors(engine.model), verify=True)
         connection.send({name: tensor_digest(tensor) for name, tensor in tensors_of(engine).items()})
 
 
@@ -103,7 +103,7 @@ def test_memory_ends_with_a_sender_that_is_killed():
     code += "with WeightStore().send([WeightBucket({'a': torch.ones(1)}, {})]) as handle:\n"
     code += "    print(handle.to_json(), flush=True)\n    sys.stdin.read()"
     sender = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    handle = WeightHandle.parse(sender.stdout.readline())
+    handle = parse_handle(sender.stdout.readline())
     assert [bucket.tensors["a"].item() for bucket in handle.buckets()] == [1.0]
     sender.kill()
     sender.wait()

@@ -13,7 +13,7 @@ from pellucid import devices
 from pellucid.build import RoleName, Roles
 from pellucid.config import RunConfig
 from pellucid.console import console
-from pellucid.engines import longest_request, weight_folder
+from pellucid.engines import longest_request, weight_transport
 from pellucid.files.rundir import RunDir
 from pellucid.observe.captures import rank_request
 from pellucid.observe.process import ProcessProfiler
@@ -159,15 +159,20 @@ class RayPlacement:
 
         hosts.ask("make", make)
         hosts.align_clocks()
-        folder = weight_folder(self._config, shares_memory=set(hosts.machines) == {policy.machines[0]})
+        here = set(hosts.machines) == {policy.machines[0]}
+        host = "127.0.0.1" if here else policy.places[0].address
+        make_transport = weight_transport(self._config, shares_memory=here, host=host)
 
         @contextlib.contextmanager
         def send(digests: bool) -> Iterator[WeightHandle]:
+            handle: WeightHandle = actor.send_weights(make_transport, digests)
+            were_loaded = False
             try:
-                yield actor.send_weights(folder, digests)
+                yield handle
+                were_loaded = True
             finally:
                 if policy.answers:
-                    policy.ask("forget_weights", lambda rank: rank.forget_weights())
+                    handle.num_bytes = policy.ask("forget_weights", lambda rank: rank.forget_weights(were_loaded))[0]
 
         engines = {member.name: RemoteReplica(hosts, member) for member in hosts.members}
         replicas = ReplicaSet(engines, send, section.verify_weights, longest_request(section))

@@ -10,10 +10,9 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,7 +22,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from pellucid import devices
 from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles
 from pellucid.engines import sent_weights
-from pellucid.errors import UserError
+from pellucid.errors import RunFailedError, UserError
 from pellucid.loading import run_tokenizer, torch_dtype
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.replica_tracks import ReplicaTracks
@@ -32,9 +31,11 @@ from pellucid.precision.sentinel import Sentinel
 from pellucid.ranks.cluster import Pool
 from pellucid.ranks.entry import Place, ProcessSpec, log, share_of_cores, this_place
 from pellucid.ranks.wire import Parcel, SharedMemory
+from pellucid.rollout.collective import beside
 from pellucid.rollout.requests import EngineStats, generate_all, run_sync
-from pellucid.rollout.transports import WeightHandle, WeightStore
+from pellucid.rollout.transports import Transport, WeightHandle
 from pellucid.stages import Probes, Stage
+from pellucid.training.protocol import WeightBucket
 from pellucid.training.sharding import join_ranks, leave_ranks
 
 NO_LIMIT_S = 30 * 24 * 3600.0
@@ -87,6 +88,12 @@ class Outcome:
     """Of the rank's replica, after a call to it."""
 
 
+def take_all(buckets: Iterable[WeightBucket]) -> None:
+    """Take part in gathering what another rank sends."""
+    for _ in buckets:
+        pass
+
+
 class RankWorker:
     """The rank's process; a Ray actor that answers `progress` while another method runs."""
 
@@ -97,7 +104,8 @@ class RankWorker:
         """Thread, role and progress of the calls under way, by number: at most one that samples and one that trains."""
         self._num_threads = torch.get_num_threads()
         self._waits: list[Callable[[], None]] = []
-        self._store: WeightStore | None = None
+        self._transport: Transport | None = None
+        self._handle: WeightHandle | None = None
         self._sent = ExitStack()
         """Ends with what the replicas were sent."""
         self._is_up = False
@@ -220,9 +228,8 @@ class RankWorker:
             return None
         return getattr(target, method)(*arguments, **options)
 
-    def _send_weights(self, folder: Path | None, digests: bool) -> WeightHandle | None:
-        """Gather the actor's weights from all ranks, and let the first put them below `folder`, or into memory, until
-        `forget_weights`.
+    def _send_weights(self, make_transport: Callable[[], Transport], digests: bool) -> WeightHandle | None:
+        """Gather the actor's weights from all ranks, and let the first send them, until `forget_weights`.
 
         Returns:
             Where they are; None on the other ranks.
@@ -230,15 +237,19 @@ class RankWorker:
         engine, first = self.roles.named("actor").engine, self._spec.rank == 0
         buckets = sent_weights(self._spec.config, engine, digests=first and digests)
         if first:
-            self._store = self._store or WeightStore(folder)
-            return self._sent.enter_context(self._store.send(buckets))
-        for _ in buckets:  # takes part in the gathering
-            pass
-        return None
+            self._transport = self._transport or make_transport()
+            self._handle = self._sent.enter_context(self._transport.send(buckets))
+        elif self._spec.config.weight_transport == "collective":  # sent while the replicas load them
+            self._sent.enter_context(beside(lambda: take_all(buckets)))
+        else:
+            take_all(buckets)
+        return self._handle
 
-    def forget_weights(self) -> None:
-        """Remove what `send_weights` has put somewhere."""
-        self._sent.close()
+    def forget_weights(self, were_loaded: bool) -> int:
+        """End what `send_weights` has begun, and return how many bytes the first rank has sent."""
+        error = None if were_loaded else RunFailedError("a replica has failed")
+        self._sent.__exit__(None if error is None else RunFailedError, error, None)
+        return 0 if self._handle is None else self._handle.num_bytes
 
     @ray.method(concurrency_group="saving")
     def wait_for_save(self) -> None:

@@ -106,7 +106,7 @@ class ReplicaSet(RolloutEngine):
             await self._all(self._probe_cache)
         with self._send(verify) as handle:
             await self._all(lambda engine: engine.load_weights(replace(update, handle=handle, verify=verify)))
-            self._weight_bytes += handle.num_bytes
+        self._weight_bytes += handle.num_bytes
         for name, engine in self.replicas.items():
             if (served := engine.stats().version) != update.version:
                 raise WeightsDifferError("policy version", str(update.version), str(served), name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from pellucid.rollout.transports import NOT_ARRIVED, WeightHandle
+from pellucid.rollout.transports import NOT_ARRIVED, parse_handle
 from pellucid.training.common.buckets import tensor_digest
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -21,7 +21,7 @@ class Arrival:
     """The weights of a `WeightHandle` in JSON on their way into an engine's model."""
 
     def __init__(self, handle: str, verify: bool) -> None:
-        self._handle, self._verify = WeightHandle.parse(handle), verify
+        self._handle, self._verify = parse_handle(handle), verify
         self._names: list[str] = []
         self._arrived: dict[str, torch.Tensor] = {}
         self._wrong: Difference | None = None

@@ -2,28 +2,27 @@
 
 `alias` moves nothing: the native engine reads the trainer's own tensors. Over ranks each one takes the buckets that
 its trainer gathers into the copy that it samples from. `shared_memory` hands them to other processes of the same host,
-`files` to those of all hosts that share a folder.
+`files` to those of all hosts that share a folder, `collective` to those that a connection can be made to.
 """
 
 import json
-import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Protocol
 
 import torch
 
 from pellucid.errors import RunFailedError
+from pellucid.rollout.collective import BroadcastWeights
+from pellucid.rollout.packed import Packed
 from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.protocol import WeightBucket
 
 BUCKET_BYTES = 1 << 28
-ALIGNMENT = 64
-"""Bytes, of which a multiple is before each tensor of a bucket: no dtype is larger, and kernels like it."""
 Verify = Literal["first", "always", "off"]
 NOT_ARRIVED = ("nothing that arrived", "its old value")
 """What was sent of a tensor, and what an engine has, where its bucket is lost."""
@@ -58,7 +57,7 @@ def load_buckets(buckets: Iterable[WeightBucket], own: dict[str, torch.Tensor], 
     Raises:
         WeightsDifferError: the digest of a tensor is not the sent one, or one did not arrive.
     """
-    missing = dict.fromkeys(own)
+    missing, wrong = dict.fromkeys(own), None
     for bucket in buckets:
         for name, tensor in bucket.tensors.items():
             own[name].copy_(tensor)
@@ -66,68 +65,64 @@ def load_buckets(buckets: Iterable[WeightBucket], own: dict[str, torch.Tensor], 
             if verify:
                 held = tensor_digest(own[name] if own[name].dtype == tensor.dtype else tensor)
                 if held != bucket.digests[name]:
-                    raise WeightsDifferError(name, bucket.digests[name], f"digest {held}")
+                    wrong = wrong or WeightsDifferError(name, bucket.digests[name], f"digest {held}")
+    if wrong is not None:  # told of at the end: others may wait for the rest with this process
+        raise wrong
     for name in missing:
         raise WeightsDifferError(name, *NOT_ARRIVED)
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Where the tensors of a bucket are in a block of bytes, one behind the other."""
+class WeightHandle(Protocol):
+    """Where a transport has the weights of an update: small, and sent to an engine's process as JSON."""
 
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    """Name, dtype and shape of each."""
-    digests: dict[str, str]
-
-    @classmethod
-    def of(cls, bucket: WeightBucket) -> Self:
-        """Return the places of a bucket's tensors."""
-        tensors = bucket.tensors.items()
-        return cls(tuple((n, str(t.dtype).partition(".")[2], tuple(t.shape)) for n, t in tensors), bucket.digests)
-
-    @property
-    def places(self) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
-        """Name, dtype and shape of each tensor, and where its bytes begin and end."""
-        places, end = [], 0
-        for name, kind, shape in self.tensors:
-            dtype: torch.dtype = vars(torch)[kind]
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            end = start + math.prod(shape) * dtype.itemsize
-            places.append((name, dtype, tuple(shape), start, end))
-        return places
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the block."""
-        return self.places[-1][-1]
-
-    def views(self, block: torch.Tensor) -> WeightBucket:
-        """Return the bucket whose tensors are parts of a block, [num_bytes] uint8."""
-        tensors = {name: block[start:end].view(dtype).view(shape) for name, dtype, shape, start, end in self.places}
-        return WeightBucket(tensors, self.digests)
-
-    def fill(self, block: torch.Tensor, bucket: WeightBucket) -> None:
-        """Copy the tensors of a bucket into a block."""
-        for name, view in self.views(block).tensors.items():
-            view.copy_(bucket.tensors[name])
-
-
-@dataclass(frozen=True, slots=True)
-class WeightHandle:
-    """Where a transport has put the weights of an update: small, and sent to an engine's process as JSON."""
-
-    files: tuple[str, ...]
-    """Paths of the blocks, one a bucket."""
-    packed: tuple[Packed, ...]
-    stays: bool
-    """Whether the blocks are there for the next update, too."""
+    num_bytes: int
+    """The size of what was sent, once all of it is."""
 
     def buckets(self, maps: dict[int, torch.Tensor] | None = None) -> Iterator[WeightBucket]:
-        """Yield the buckets that were stored.
+        """Yield what was sent.
 
         Args:
-            maps: of the blocks of earlier updates, for a reader that keeps them; it may change no tensor.
+            maps: of memory in which earlier updates were, for a reader that keeps them; it may change no tensor.
         """
+        ...
+
+    def is_in_reach(self) -> bool:
+        """Tell whether this process could read them."""
+        ...
+
+    def to_json(self) -> str:
+        """Return what `parse_handle` makes the handle of again."""
+        ...
+
+
+class Transport(Protocol):
+    """The trainer's side of what brings weights to other processes."""
+
+    place: str
+    """Through what, in words."""
+
+    def send(self, buckets: Iterable[WeightBucket]) -> AbstractContextManager[WeightHandle]:
+        """Let others read weights for the time of a `with` block, and nobody before and after it."""
+        ...
+
+    def trial(self) -> AbstractContextManager[WeightHandle]:
+        """Return a handle with which others find out whether they are in reach."""
+        ...
+
+
+@dataclass(slots=True)
+class StoredWeights:
+    """Blocks in memory or in files."""
+
+    files: list[str]
+    """Their paths, one a bucket."""
+    packed: list[Packed]
+    stays: bool
+    """Whether they are there for the next update, too."""
+    num_bytes: int = 0
+
+    def buckets(self, maps: dict[int, torch.Tensor] | None = None) -> Iterator[WeightBucket]:
+        """Yield the buckets that were stored."""
         maps = {} if maps is None or not self.stays else maps
         found = [os.stat(file) for file in self.files]
         for inode in maps.keys() - {one.st_ino for one in found}:
@@ -138,20 +133,26 @@ class WeightHandle:
                 maps[one.st_ino] = torch.from_file(file, shared=False, size=one.st_size, dtype=torch.uint8)
             yield packed.views(maps[one.st_ino])
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of what was stored."""
-        return sum(packed.num_bytes for packed in self.packed)
+    def is_in_reach(self) -> bool:
+        """Tell whether the files can be read here."""
+        return all(os.access(file, os.R_OK) for file in self.files)
 
     def to_json(self) -> str:
-        """Return what `parse` makes the handle of again."""
-        return json.dumps(asdict(self))
+        """Return it as JSON."""
+        return json.dumps({"stored": asdict(self)})
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the handle that `to_json` wrote."""
-        fields = json.loads(text)
-        return cls(tuple(fields["files"]), tuple(Packed(**packed) for packed in fields["packed"]), fields["stays"])
+
+def _stored(packed: list[dict[str, Any]], **fields: Any) -> StoredWeights:
+    return StoredWeights(packed=[Packed(**one) for one in packed], **fields)
+
+
+_KINDS: dict[str, Callable[..., WeightHandle]] = {"stored": _stored, "broadcast": BroadcastWeights}
+
+
+def parse_handle(text: str) -> WeightHandle:
+    """Return the handle that `to_json` wrote."""
+    [(kind, fields)] = json.loads(text).items()
+    return _KINDS[kind](**fields)
 
 
 class WeightStore:
@@ -166,15 +167,15 @@ class WeightStore:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+        self._folder, self.place = folder, "the memory of this process" if folder is None else str(folder)
         self._blocks: list[tuple[BinaryIO, torch.Tensor]] = []
 
     @contextmanager
-    def send(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightHandle]:
+    def send(self, buckets: Iterable[WeightBucket]) -> Iterator[StoredWeights]:
         """Keep weights there for the time of a `with` block: before and after it nobody may read them."""
         place = nullcontext() if self._folder is None else tempfile.TemporaryDirectory(".", "weights-", self._folder)
         with place as folder:
-            files, all_packed = list[str](), list[Packed]()
+            handle = StoredWeights([], [], stays=folder is None)
             for index, bucket in enumerate(buckets):
                 packed = Packed.of(bucket)
                 if folder is None:
@@ -184,9 +185,14 @@ class WeightStore:
                     file, block = f"{folder}/bucket_{index}", torch.empty(packed.num_bytes, dtype=torch.uint8)
                     packed.fill(block, bucket)
                     block.numpy().tofile(file)
-                files.append(file)
-                all_packed.append(packed)
-            yield WeightHandle(tuple(files), tuple(all_packed), stays=folder is None)
+                handle.files.append(file)
+                handle.packed.append(packed)
+                handle.num_bytes += packed.num_bytes
+            yield handle
+
+    def trial(self) -> AbstractContextManager[StoredWeights]:
+        """Return a handle with which others find out whether they are in reach."""
+        return self.send([WeightBucket({"trial": torch.zeros(1)}, {})])
 
     def _in_memory(self, index: int, num_bytes: int) -> tuple[str, torch.Tensor]:
         """Return the block for a bucket, and the path by which other processes find it."""

@@ -3,13 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.errors import MissingExtraError, UserError, installed_version
-from pellucid.rollout.transports import WeightStore
+from pellucid.rollout.transports import Transport
 from pellucid.rollout.vllm_processes import SUPPORTED
-from pellucid.training.protocol import WeightBucket
 
 if TYPE_CHECKING:
     import httpx
@@ -61,14 +58,14 @@ def shape_of(config: Any) -> dict[str, int]:
     return {"vocab_size": text.vocab_size, "hidden_size": text.hidden_size, "num_layers": text.num_hidden_layers}
 
 
-def check_servers(section: RolloutConfig, asked: dict[str, Any], shape: dict[str, int], folder: Path | None) -> None:
+def check_servers(section: RolloutConfig, asked: dict[str, Any], shape: dict[str, int], transport: Transport) -> None:
     """Check that each server is there, was started by `pellucid serve`, and serves the run's model as it needs it.
 
     Args:
         section: names the servers, and the file with their token.
         asked: arguments of vLLM that they must have; of `max_model_len` at least so much.
         shape: of the model.
-        folder: through which weights go; None: this machine's memory.
+        transport: by which weights go.
 
     Raises:
         MissingExtraError: httpx is not installed.
@@ -80,14 +77,14 @@ def check_servers(section: RolloutConfig, asked: dict[str, Any], shape: dict[str
 
     timeout = httpx.Timeout(LOOK_S, connect=CONNECT_S)
     headers = authorization(read_token(section.server_token_file))
-    with WeightStore(folder).send([WeightBucket({"seen": torch.zeros(1)}, {})]) as seen:
+    with transport.trial() as handle:
         for address in section.server_addresses:
             # With a transport of its own it asks no proxy of the environment, nor does `JoinedVllm`.
             with httpx.Client(
                 base_url=address, headers=headers, timeout=timeout, transport=httpx.HTTPTransport()
             ) as client:
                 try:
-                    _check_server(client, address, asked, shape, seen.files[0], folder)
+                    _check_server(client, address, asked, shape, handle.to_json(), transport.place)
                 except httpx.TransportError as error:
                     raise UserError(ADDRESSES, f"nothing answers at {address} ({said(error)}).", START) from None
 
@@ -97,8 +94,8 @@ def _check_server(
     address: str,
     asked: dict[str, Any],
     shape: dict[str, int],
-    seen: str,
-    folder: Path | None,
+    handle: str,
+    place: str,
 ) -> None:
     version = client.get("/version")
     models = client.get("/v1/models") if version.is_success else version  # vLLM's own guard leaves the first one open
@@ -109,7 +106,7 @@ def _check_server(
         raise UserError(ADDRESSES, f"what answers at {address} is no vLLM server.", START)
     if (found := version.json()["version"]) not in SUPPORTED:
         raise UserError(ADDRESSES, f"{address} runs vLLM {found}, and {SUPPORTED} is needed.", START)
-    answer = client.post("/collective_rpc", json={"method": "describe", "args": [list(asked), seen]})
+    answer = client.post("/collective_rpc", json={"method": "describe", "args": [list(asked), handle]})
     if answer.status_code == 404:
         raise UserError(ADDRESSES, f"{address} runs without VLLM_SERVER_DEV_MODE=1: no weights can be sent.", START)
     if not answer.is_success:
@@ -129,7 +126,9 @@ def _check_server(
             reason = f"{address} was started with {name}: {value}, and the run asks for {least}{wanted}."
             raise UserError(ADDRESSES, reason, _RESTART)
     if not found["sees"]:
-        where = folder or "the memory of this process"
-        reason = f"{address} does not see {where}, through which it would get the weights."
-        remedy = f"Set {TRANSPORT}: files, and trainer.default_local_dir to a folder that both machines see."
+        reason = f"{address} does not reach {place}, through which it would get the weights."
+        remedy = (
+            f"Set {TRANSPORT}: collective and open the ports between the machines; or files, and "
+            "trainer.default_local_dir to a folder that both see."
+        )
         raise UserError(ADDRESSES, reason, remedy)

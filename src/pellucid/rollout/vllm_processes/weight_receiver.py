@@ -4,13 +4,13 @@
 """
 
 import importlib
-import os
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from pellucid.rollout.served_weights import Arrival, Difference
+from pellucid.rollout.transports import parse_handle
 from pellucid.rollout.vllm_processes.joining import shape_of
 
 
@@ -24,12 +24,13 @@ class WeightReceiver:
     scheduler_config: Any
     profiler: Any
 
-    def describe(self, names: list[str], file: str) -> dict[str, Any]:
-        """Tell a run that joins this server its arguments in `names`, its model, and whether it sees `file`."""
+    def describe(self, names: list[str], handle: str) -> dict[str, Any]:
+        """Tell a run that joins this server its arguments in `names`, its model, and whether weights reach it."""
         parts = self.model_config, self.cache_config, self.parallel_config, self.scheduler_config
         had = {field.name: str(getattr(part, field.name)) for part in reversed(parts) for field in fields(part)}
         model = shape_of(self.model_config.hf_config)
-        return {"arguments": {name: had.get(name) for name in names}, "model": model, "sees": os.access(file, os.R_OK)}
+        arguments = {name: had.get(name) for name in names}
+        return {"arguments": arguments, "model": model, "sees": parse_handle(handle).is_in_reach()}
 
     def take_weights(self, handle: str, verify: bool) -> Difference | None:
         """Load the weights of a `WeightHandle` in JSON; return the first that is not what was sent."""
