@@ -41,7 +41,8 @@ class JoinedVllm(Inference):
         """What the server said last, and what it said first: it counts since its own start."""
         self._looked, self._busy_s = time.monotonic(), 0.0
         # A server closes a connection that was idle for 5 s, and a request may not be on its way at that moment.
-        limits = httpx.Limits(keepalive_expiry=2)
+        # Only few are kept, as httpx looks through all idle ones for each request.
+        limits = httpx.Limits(max_keepalive_connections=20, keepalive_expiry=2)
         self._http = httpx.AsyncClient(
             base_url=address,
             headers=authorization(token),
