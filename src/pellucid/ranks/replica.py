@@ -131,7 +131,8 @@ class RemoteReplica(ForwardedEngine):
     async def _call(self, method: str, *arguments: Any) -> Any:
         call = self._member.handle.call.remote(method, *arguments)
         try:
-            result, self._stats = await call
+            result, stats = await call
+            self._hear(stats)
             return result
         except asyncio.CancelledError:
             ray.cancel(call)
@@ -143,6 +144,11 @@ class RemoteReplica(ForwardedEngine):
             if isinstance(cause, RankFailedError):
                 self._group.end(cause)
             raise cause from error
+
+    def _hear(self, stats: EngineStats) -> None:
+        """Note what the replica does, if no newer weights are known of: answers overtake each other."""
+        if stats.version >= self._stats.version:
+            self._stats = stats
 
     @override
     async def generate(self, request: Request) -> Completion:
@@ -163,7 +169,8 @@ class RemoteReplica(ForwardedEngine):
             if look.done():
                 if look.exception() is not None:
                     return  # its death shows in the requests
-                self._stats, doing = look.result(), f"it works on {self.in_hand[0] if self.in_hand else 'nothing'}"
+                self._hear(look.result())
+                doing = f"it works on {self.in_hand[0] if self.in_hand else 'nothing'}"
             self._group.heartbeat()
             if self._stats.sampled_tokens != before:
                 moved_at = time.monotonic()
