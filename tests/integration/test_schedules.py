@@ -92,3 +92,28 @@ def test_async_goes_on_with_what_was_sampled_when_it_was_killed(work):
     assert set(uids.values()) == {4}, "a group was trained on twice, or in part"
     done = work.train("trainer.total_training_steps=6", status=2)
     assert "trainer.schedule" in done.text and "what async sampled for later steps" in done.text
+
+
+REWARD = """
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    steps = Path("run/metrics.jsonl")
+    is_broken = steps.exists() and len(steps.read_text().splitlines()) >= 2 and not Path("mended").exists()
+    return 1.0 if is_broken else 0.01 * extra_info["sample"]
+"""
+
+
+def test_async_that_finds_no_useful_groups_goes_on_without_repeating_a_prompt(work):
+    """Further prompts are drawn within the step that fails; the checkpoint written then must not go back before them."""
+    work.write("reward.py", REWARD)
+    overrides = (
+        *ASYNC, "trainer.total_training_steps=12", "trainer.save_freq=-1", "data.train_files=task:arithmetic?level=2&size=400", "data.val_files=null",
+        "reward_model.custom_reward_function.path=reward.py", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3",
+    )  # fmt: skip
+    done = work.train(*overrides, status=2)
+    assert "in which all samples got the same were dropped" in done.text and "checkpoint of step" in done.text
+    work.write("mended", "")
+    assert "resuming" in work.train(*overrides).output
+    uids = Counter(record["uid"] for record in trained_on(work))
+    assert len(uids) == 12 * 4 and set(uids.values()) == {4}
