@@ -12,6 +12,7 @@ answers are as likely to be learned from as short ones.
 import asyncio
 import threading
 from bisect import bisect_right
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -153,10 +154,15 @@ class Stream(Schedule):
     # In the event loop's thread
 
     def _fill(self) -> None:
-        """Let in as many groups as the engine has places for, and the steps for which its weights are new enough."""
+        """Let in as many groups as the engine has places for, and the steps for which its weights are new enough.
+
+        Those that were begun before a kill do not wait for places.
+        """
         with self._changed:
             room = min(self._batch * self._num_steps, self._left)
-            while len(self._groups) < room and self._num_unanswered < self._places:
+            while len(self._groups) < room and (
+                self._num_unanswered < self._places or self._num_started <= self._journal.newest
+            ):
                 if not self._prompts:
                     self._prompts = self._run.loader.next_batch()
                 self._begin(self._prompts.pop(0))
@@ -168,7 +174,9 @@ class Stream(Schedule):
         self._start(group)
 
     def _start(self, group: Group) -> None:
-        group.rollouts |= {one.sample: one for one in self._journal.take(group.number, group.prompt)}
+        if found := self._journal.take(group.number, group.prompt):
+            group.rollouts |= {one.sample: one for one in found}
+            group.version = min(group.version, _oldest(found))
         self._num_unanswered += len(group.samples) - len(group.rollouts)
         task = self._loop.create_task(self._produce(group))
         self._tasks.add(task)
@@ -197,7 +205,7 @@ class Stream(Schedule):
         scores, metrics = await self._loop.run_in_executor(self._scoring, self._score, rollouts, group.number)
         with self._changed:
             group.scores, group.metrics = scores, metrics
-            group.version = min(version for one in rollouts for version in one.versions if version >= 0)
+            group.version = _oldest(rollouts)
             self._count("finished", rollouts)
             filtering = self._run.config.algorithm.filter_groups
             if filtering.enable and not has_spread(list(zip(rollouts, scores)), filtering.metric):
@@ -364,6 +372,11 @@ class Stream(Schedule):
         self._thread.join()
         self._loop.close()
         self._scoring.shutdown(wait=False, cancel_futures=True)
+
+
+def _oldest(rollouts: Iterable[Rollout]) -> int:
+    """Return the version that drew the oldest token."""
+    return min(version for one in rollouts for version in one.versions if version >= 0)
 
 
 def _group_record(group: Group) -> dict[str, Any]:

@@ -50,7 +50,7 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 2865,
+    ("loop", *sorted(RUN - {"loop"})): 2880,
     tuple(sorted(BASE)): 955,
     ("algo",): 1220,
     ("config",): 3850,
@@ -61,7 +61,7 @@ BUDGETS = {
     ("ranks",): 1850,
     ("observe",): 4895,
     ("precision",): 3400,
-    ("metrics", "files"): 1290,
+    ("metrics", "files"): 1300,
     ("cli", "doctor"): 1980,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.

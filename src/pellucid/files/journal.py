@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,9 @@ class Journal:
                     records.append(json.loads(line))
         known = [one for one in records if max(one["rollout"]["versions"]) <= version]
         for one in known:
-            self._found.setdefault((one["number"], one["uid"]), []).append(one["rollout"])
+            self._found.setdefault((one["number"], one["uid"]), []).append(one)
+        self.newest = max((one["number"] for one in known), default=-1)
+        """The number of the newest group of which something was found."""
         atomic_write(self._file, "".join(json.dumps(one) + "\n" for one in known))
         for file in old.values():
             if file != self._file:
@@ -51,17 +55,23 @@ class Journal:
 
     def take(self, number: int, prompt: Prompt) -> list[Rollout]:
         """Return what was found of a group, once."""
-        return [read_rollout(record, prompt) for record in self._found.pop((number, prompt.uid), [])]
+        return [read_rollout(record["rollout"], prompt) for record in self._found.pop((number, prompt.uid), [])]
 
     def note(self, number: int, rollout: Rollout) -> None:
         """Write a finished trajectory of a group, if weights of the last checkpoint or before drew it."""
         if max(rollout.versions) <= self._since:
-            record = {"number": number, "uid": rollout.prompt.uid, "rollout": rollout_record(rollout)}
-            with self._file.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            self._append([{"number": number, "uid": rollout.prompt.uid, "rollout": rollout_record(rollout)}])
+
+    def _append(self, records: Iterable[dict[str, Any]]) -> None:
+        with self._file.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
 
     def begin(self, version: int) -> None:
-        """Go on in a file of its own for the checkpoint that is being written; the one before it is whole."""
+        """Go on, with what no group has taken yet, in the file of a checkpoint that is being written.
+
+        The one before it is whole.
+        """
         for file in list(self._files().values())[:-1]:
             file.unlink()
         self._since = version
+        self._append(chain.from_iterable(self._found.values()))
