@@ -255,15 +255,15 @@ class Disk:
 
 
 @contextlib.contextmanager
-def machines(count: int) -> Iterator[Any]:
-    """Run a Ray cluster of a head without cores and `count` nodes with one each, which want a token as `ray start` does."""
+def machines(count: int, num_cores: int = 1) -> Iterator[Any]:
+    """Run a Ray cluster of a head without cores and `count` nodes with some each, which want a token as `ray start` does."""
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", secrets.token_hex(32))}
     from ray.cluster_utils import Cluster  # reads the environment as it is imported
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         for _ in range(count):
-            cluster.add_node(num_cpus=1)
+            cluster.add_node(num_cpus=num_cores)
         yield cluster
     finally:
         cluster.shutdown()
