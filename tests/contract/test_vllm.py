@@ -15,16 +15,34 @@ import torch
 pytest.importorskip("vllm")
 
 from engine_cases import *  # noqa: F403
-from engine_cases import GREEDY, STREAM, TOKENIZER, Head, Pair, each_served_once, folder_of, replicated, some_prompts
+from engine_cases import (
+    GREEDY,
+    SAMPLED,
+    STREAM,
+    TOKENIZER,
+    Head,
+    Pair,
+    assert_scored_alike,
+    each_served_once,
+    folder_of,
+    replicated,
+    some_prompts,
+    trainer_of,
+)
 from tiny import EOS
 
 from pellucid.agents.single_turn import sample_rollouts
+from pellucid.config.schema.model import ModelConfig
+from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.errors import UserError
 from pellucid.rollout.inference import InferenceRolloutEngine
+from pellucid.rollout.requests import WeightUpdate, run_sync
 from pellucid.rollout.transports import WeightsDifferError
 from pellucid.rollout.vllm_processes import check_vllm
+from pellucid.rollout.vllm_processes.adapters import adapter_options
 from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
 from pellucid.rollout.vllm_processes.weight_receiver import WeightReceiver
+from pellucid.training.common.lora import adapter_tensors, add_lora
 from pellucid.training.common.models import BUILTIN_FOLDER
 from pellucid.training.fsdp import FsdpEngine
 
@@ -48,6 +66,19 @@ class SpoiledReceiver(WeightReceiver):
     def leave_head_stale(self, head_is_left: bool) -> None:
         self.head_is_left = head_is_left
 
+    def halve_adapters(self, _: bool) -> None:
+        """Serve half of each adapter from now on."""
+        add = self.add_lora
+
+        def add_half(request: Any) -> bool:
+            done = add(request)
+            for module in self.model_runner.lora_manager._adapter_manager.modules.values():
+                for stacked in module.lora_b_stacked:
+                    stacked /= 2
+            return done
+
+        self.add_lora = add_half
+
     def pack_head(self, model: torch.nn.Module) -> None:
         if not self.head_is_left:
             super().pack_head(model)
@@ -63,6 +94,10 @@ class SpoiledEngine(InferenceRolloutEngine):
 def start(actor: FsdpEngine, folder: Path) -> Pair:
     options = OPTIONS | {"model": str(folder_of(actor, folder))}
     return replicated(actor, SpoiledEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0))
+
+
+def model_bytes(actor: FsdpEngine) -> int:
+    return sum(tensor.nbytes for tensor in actor.model.parameters())
 
 
 def vllms() -> set[psutil.Process]:
@@ -91,6 +126,34 @@ def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
     monkeypatch.setattr(pair.engine.replicas["replica 0"]._inference, "forget_cache", keep)
     with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache' has 128 tokens that the old weights computed"):
         pair.update(2)
+
+
+def test_adapters_alone_are_sent_and_served(tmp_path):
+    """The base is what vLLM has loaded; after each update the trainer's log-probs are those of base and adapters."""
+    actor = trainer_of("untied")
+    options = OPTIONS | {"model": str(folder_of(actor, tmp_path))} | adapter_options(ModelConfig(lora_rank=4, lora_alpha=8), RolloutConfig())
+    add_lora(actor.model, rank=4, alpha=8, target_modules="all-linear", seed=0)
+    pair = replicated(actor, SpoiledEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0))
+    replica = pair.engine.replicas["replica 0"]
+    assert sum(tensor.nbytes for bucket in actor.weights(1) for tensor in bucket.tensors.values()) < 0.2 * model_bytes(actor)
+
+    def update(version: int) -> None:
+        for tensor in adapter_tensors(actor.model).values():
+            tensor.data.normal_(std=0.1, generator=torch.Generator().manual_seed(version))
+        actor.version = version
+        run_sync(pair.engine.load_weights(WeightUpdate(version)))
+
+    answers = []
+    for version in (1, 2):
+        update(version)
+        answers.append(sample_rollouts(pair.engine, some_prompts(), SAMPLED, stream=STREAM))
+        assert_scored_alike(actor, answers[-1], SAMPLED.temperature)
+        assert {tag for one in answers[-1] for tag in one.versions} == {version}
+    assert [one.token_ids for one in answers[0]] != [one.token_ids for one in answers[1]]
+    replica.ask_workers("halve_adapters", True)
+    with pytest.raises(WeightsDifferError, match=r"replica 0's 'model.layers.0.*lora_B.weight' has values that differ by 50"):
+        update(3)
+    pair.engine.close()
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ BUDGETS = {
     ("tasks", "data", "reward"): 1325,
     ("training",): 2500,
     ("roles",): 590,
-    ("rollout", "agents"): 4250,
+    ("rollout", "agents"): 4340,
     ("ranks",): 1850,
     ("observe",): 4895,
     ("precision",): 3400,

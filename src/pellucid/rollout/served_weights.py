@@ -24,7 +24,8 @@ class Arrival:
         self._handle, self._verify = parse_handle(handle), verify
         self._names: list[str] = []
         self._arrived: dict[str, torch.Tensor] = {}
-        self._wrong: Difference | None = None
+        self.wrong: Difference | None = None
+        """The first of those to be verified that is not what was sent."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors with their names; of those to be verified the digest is compared."""
@@ -34,7 +35,7 @@ class Arrival:
                 if self._verify:  # or none is kept
                     self._arrived[name] = tensor
                     if (digest := tensor_digest(tensor)) != bucket.digests[name]:
-                        self._wrong = self._wrong or (name, bucket.digests[name], f"digest {digest}")
+                        self.wrong = self.wrong or (name, bucket.digests[name], f"digest {digest}")
                 yield name, tensor
 
     def difference(
@@ -56,8 +57,8 @@ class Arrival:
         """
         if (lost := first_missing(model, merged, self._names, tied=tied)) is not None:
             return lost, *NOT_ARRIVED
-        if self._wrong or not self._verify or not whole:
-            return self._wrong
+        if self.wrong or not self._verify or not whole:
+            return self.wrong
         embedding = next((name for name in self._arrived if name.endswith("embed_tokens.weight")), None)
         sent = self._arrived | ({"lm_head.weight": self._arrived[embedding]} if tied and embedding else {})
         return first_difference(model, merged, sent, dtype)

@@ -12,6 +12,7 @@ from pellucid.errors import RunFailedError, UserError
 from pellucid.process_guard import ProcessGuard
 from pellucid.rollout.inference import FINISH_REASONS, PAUSE_MODES, Drawn, Inference, Record
 from pellucid.rollout.requests import PauseMode
+from pellucid.rollout.vllm_processes.adapters import the_adapters
 from pellucid.rollout.vllm_processes.heard_start import HeardStart
 
 ENVIRONMENT = {
@@ -32,12 +33,14 @@ ARGUMENTS = {
 class OwnVllm(Inference):
     """vLLM's `AsyncLLM`."""
 
-    def __init__(self, llm: Any, guard: ProcessGuard, traces: Path | None = None) -> None:
+    def __init__(self, llm: Any, guard: ProcessGuard, traces: Path | None = None, adapters: Any = None) -> None:
         """Speak to `llm`, whose processes `guard` ends when this one does.
 
-        `traces` is where its profiler writes; None: it was started without.
+        `traces` is where its profiler writes; None: it was started without. `adapters` is what `the_adapters` returns
+        where updates bring these alone.
         """
         self._llm, self._guard, self._traces, self._folder = llm, guard, traces, Path()
+        self._adapters = adapters
 
     @classmethod
     async def start(cls, options: dict[str, Any], record: Record) -> Self:
@@ -71,7 +74,8 @@ class OwnVllm(Inference):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         traces = options.get("profiler_config", {}).get("torch_profiler_dir")
-        return cls(llm, guard, traces and Path(traces))
+        adapters = the_adapters() if options.get("enable_lora") else None
+        return cls(llm, guard, traces and Path(traces), adapters)
 
     @property
     def gone(self) -> str:
@@ -84,7 +88,8 @@ class OwnVllm(Inference):
         from vllm.sampling_params import RequestOutputKind
 
         asked = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
-        answers = self._llm.generate({"prompt_token_ids": token_ids}, asked, name, priority=priority)
+        prompt: Any = {"prompt_token_ids": token_ids}
+        answers = self._llm.generate(prompt, asked, name, lora_request=self._adapters, priority=priority)
         [last] = [answer async for answer in answers]
         [output] = last.outputs
         logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs or [], strict=True)]

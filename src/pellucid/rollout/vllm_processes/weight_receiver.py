@@ -11,6 +11,7 @@ import torch
 
 from pellucid.rollout.served_weights import Arrival, Difference
 from pellucid.rollout.transports import parse_handle
+from pellucid.rollout.vllm_processes.adapters import load_adapters
 from pellucid.rollout.vllm_processes.joining import shape_of
 
 
@@ -18,6 +19,7 @@ class WeightReceiver:
     """Methods that vLLM mixes into its worker."""
 
     model_runner: Any
+    vllm_config: Any
     model_config: Any
     cache_config: Any
     parallel_config: Any
@@ -36,6 +38,8 @@ class WeightReceiver:
         """Load the weights of a `WeightHandle` in JSON; return the first that is not what was sent."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         arrival = Arrival(handle, verify)
+        if self.vllm_config.lora_config is not None:
+            return load_adapters(self, arrival, self.vllm_config.additional_config["lora_alpha"])
         self.model_runner.reload_weights(weights_iterator=arrival.tensors())
         self.pack_head(model)
         return arrival.difference(
