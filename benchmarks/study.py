@@ -2,8 +2,8 @@
 
     python benchmarks/study.py benchmarks/studies/algorithms.yaml --seeds 0 1 2 --jobs 2 --plot docs/images/algorithms.png
 
-A study file names a recipe, overrides common to all runs, and each variant's own. Every run is a real `pellucid train` on
-one thread; a run that finished before is not repeated, one that was interrupted goes on from its last checkpoint. A study of
+A study file names a recipe, overrides common to all runs, and each variant's own. Every run is a real
+`pellucid train`; a run that finished before is not repeated, one that was interrupted goes on from its last checkpoint. A study of
 one variant draws each seed's own curve.
 """
 
@@ -30,13 +30,13 @@ ROOT = Path(__file__).parents[1]
 ACCURACY = "val/arithmetic/accuracy"
 
 
-def train(recipe: str, overrides: list[str], seed: int, folder: Path) -> None:
+def train(recipe: str, overrides: list[str], seed: int, folder: Path, threads: int) -> None:
     """Run one variant with one seed; its output goes to `folder`.log."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", "from pellucid.cli.main import main; main()", "train", recipe, *overrides,
                f"trainer.seed={seed}", f"trainer.default_local_dir={folder}"]
     with folder.with_suffix(".log").open("w") as log:
-        done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=False, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     if done.returncode:
         sys.stderr.write(f"{folder.name} seed {seed} ended with status {done.returncode}; see {folder.with_suffix('.log')}\n")
 
@@ -103,7 +103,8 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--variants", nargs="+", default=None, help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     parser.add_argument("--metrics", nargs="*", default=[], help="further metrics for the table")
     parser.add_argument("--threshold", type=float, default=None, help="also tell the first step at this accuracy")
     parser.add_argument("--plot", type=Path, default=None)
@@ -115,7 +116,7 @@ def main() -> None:
     variants = {name: own for name, own in study["variants"].items() if options.variants is None or name in options.variants}
     folders = {name: [out / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}-{seed}" for seed in options.seeds] for name in variants}
     with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [pool.submit(train, study["recipe"], [*study["common"], *own], seed, folder)
+        jobs = [pool.submit(train, study["recipe"], [*study["common"], *own], seed, folder, options.threads)
                 for index, seed in enumerate(options.seeds) for name, own in variants.items() for folder in [folders[name][index]]]
         for job in track(jobs, description=options.study.stem):
             job.result()

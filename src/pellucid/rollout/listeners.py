@@ -27,7 +27,8 @@ class ProgressListeners:
             yield
         finally:
             self._listeners[listener] -= 1
-            self._listeners += Counter()  # drops those that are at zero
+            if not self._listeners[listener]:
+                del self._listeners[listener]
         progress(1)
 
     def tell(self) -> None:
