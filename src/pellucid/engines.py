@@ -4,6 +4,7 @@
 `make_replica`.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -101,6 +102,7 @@ def weight_transport(config: RunConfig, *, shares_memory: bool, host: str) -> Ca
         separate = section.mode == "separate" or section.server_addresses
         kind: GroupKind = "nccl" if separate and devices.choose_device(config.trainer.device).type == "cuda" else "gloo"
         return partial(Broadcaster, host, config.num_replicas * section.tensor_model_parallel_size, kind)
+    shares_memory = shares_memory and hasattr(os, "memfd_create")  # Linux
     if section.weight_transport == "shared_memory" or (section.weight_transport == "auto" and shares_memory):
         return WeightStore
     folder = Path(config.trainer.default_local_dir).absolute()
