@@ -30,7 +30,7 @@ from pellucid.observe.watchdog import Watchdog
 from pellucid.produce import produce
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import Completion, EngineStats, PauseMode, Request, RolloutEngine, WeightUpdate
-from pellucid.rollout.transports import WeightHandle
+from pellucid.rollout.transports import StoredWeights, WeightHandle
 from pellucid.schedules import Job
 from pellucid.seeding import derive_seed
 
@@ -98,7 +98,7 @@ class Waiting(StubPlacement):
 
 @contextmanager
 def nothing_sent(_: bool) -> Iterator[WeightHandle]:
-    yield WeightHandle(())
+    yield StoredWeights([], [], stays=False)
 
 
 def measure(schedule: str, staleness: int, replicas: int, learn_s: float, steps: int) -> dict[str, Any]:
