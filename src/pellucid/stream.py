@@ -118,7 +118,7 @@ class Stream(Schedule):
         """Guards what follows, up to the lengths, and is told of all that is heard of groups."""
         self._groups: dict[int, Group] = {}
         self._error: BaseException | None = None
-        self._num_beats = 0
+        self._num_beats = self._num_finished = self._num_awaited = 0
         self._prompts: list[Prompt] = []
         """Drawn from the loader, and not begun."""
         self._num_started = 0
@@ -212,13 +212,15 @@ class Stream(Schedule):
                 del self._groups[group.number]
                 self._num_without_spread += 1
                 self._fill()
-            self._changed.notify_all()
+            self._num_finished += 1
+            if self._num_finished >= self._num_awaited:  # the trainer looks at all groups each time
+                self._changed.notify_all()
 
     def _score(self, rollouts: list[Rollout], number: int) -> tuple[list[Score], dict[str, float]]:
         return self._run.rewards.score(rollouts, lambda *_: nullcontext(lambda _: None), step=number, in_part=True)
 
     def _progress(self, _: int) -> None:
-        self._num_beats += 1  # seen within POLL_S: each wake-up looks at all groups, and samples are many more
+        self._num_beats += 1  # seen within POLL_S
 
     async def _snapshot(self) -> list[dict[str, Any]]:
         """Return all that a resumed run goes on from; requests under way are aborted for it, and then go on."""
@@ -268,6 +270,7 @@ class Stream(Schedule):
                     shown, beats = done, self._num_beats
                 if len(finished) >= self._batch and not is_due:
                     break
+                self._num_finished, self._num_awaited = len(finished), max(self._batch, len(finished) + 1)
                 self._changed.wait(POLL_S)
             finished.sort(key=lambda group: (group.version, group.number))
             taken = finished[: self._batch]
@@ -286,9 +289,8 @@ class Stream(Schedule):
 
     def _drop_old(self) -> None:
         """Drop finished groups that are too old even for the next step, and draw their prompts again."""
-        finished = [group for group in self._groups.values() if group.scores is not None]
-        for group in finished:
-            if self._age(group) > self._staleness:
+        for group in list(self._groups.values()):
+            if group.scores is not None and self._age(group) > self._staleness:
                 del self._groups[group.number]
                 self._num_dropped += 1
                 self._prompts.insert(0, group.prompt)
