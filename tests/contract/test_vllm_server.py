@@ -246,7 +246,7 @@ def test_a_stale_prefix_cache_is_found_over_http_too(pair, monkeypatch):
     async def keep() -> bool:
         return True
 
-    monkeypatch.setattr(pair.engine.replicas["replica 0"]._vllm, "forget_cache", keep)
+    monkeypatch.setattr(pair.engine.replicas["replica 0"]._inference, "forget_cache", keep)
     with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache'"):
         pair.update(2)
 

