@@ -83,8 +83,8 @@ def longest_request(section: RolloutConfig) -> int:
 
 def sent_weights(config: RunConfig, actor: FsdpEngine, *, digests: bool) -> Iterator[WeightBucket]:
     """Yield the weights that the run's replicas are sent; adapters merged in where the engine takes none."""
-    model, name = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
-    if model.lora_rank and name != "native" and not (name == "vllm" and vllm_options(config).get("enable_lora")):
+    model, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if model.lora_rank and section.name != "native" and not adapter_options(model, section):
         return in_buckets(actor.merged_weights().items(), BUCKET_BYTES, digests=digests)
     return actor.weights(BUCKET_BYTES, digests=digests)
 

@@ -163,6 +163,15 @@ def with_version_1(pair: Pair) -> Pair:
     return pair
 
 
+def keep_old_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM or SGLang say that it has dropped what the old weights computed, and keep it."""
+
+    async def keep() -> bool:
+        return True
+
+    monkeypatch.setattr(pair.engine.replicas["replica 0"]._inference, "forget_cache", keep)
+
+
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return the same weights under transformers' own eager attention."""
     plain = AutoModelForCausalLM.from_config(deepcopy(model.config), dtype=torch.float32, attn_implementation="eager")

@@ -32,6 +32,7 @@ from engine_cases import (
     Pair,
     each_served_once,
     folder_of,
+    keep_old_cache,
     prompt_of,
     replicated,
     request_of,
@@ -118,10 +119,7 @@ def test_weights_that_are_loaded_wrongly_are_named(pair, fault, planted, layers)
 
 
 def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
-    async def keep() -> bool:
-        return True
-
-    monkeypatch.setattr(pair.engine.replicas["replica 0"]._inference, "forget_cache", keep)
+    keep_old_cache(pair, monkeypatch)
     with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache' has 159 tokens that the old weights computed"):
         pair.update(2)
 

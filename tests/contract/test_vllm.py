@@ -25,6 +25,7 @@ from engine_cases import (
     assert_scored_alike,
     each_served_once,
     folder_of,
+    keep_old_cache,
     replicated,
     some_prompts,
     trainer_of,
@@ -120,10 +121,7 @@ def test_a_stale_output_head_is_found(pair):
 
 
 def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
-    async def keep() -> bool:
-        return True
-
-    monkeypatch.setattr(pair.engine.replicas["replica 0"]._inference, "forget_cache", keep)
+    keep_old_cache(pair, monkeypatch)
     with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache' has 128 tokens that the old weights computed"):
         pair.update(2)
 
@@ -131,7 +129,8 @@ def test_a_prefix_cache_of_old_weights_is_found(pair, monkeypatch):
 def test_adapters_alone_are_sent_and_served(tmp_path):
     """The base is what vLLM has loaded; after each update the trainer's log-probs are those of base and adapters."""
     actor = trainer_of("untied")
-    options = OPTIONS | {"model": str(folder_of(actor, tmp_path))} | adapter_options(ModelConfig(lora_rank=4, lora_alpha=8), RolloutConfig())
+    adapters = adapter_options(ModelConfig(lora_rank=4, lora_alpha=8), RolloutConfig(name="vllm"))
+    options = OPTIONS | {"model": str(folder_of(actor, tmp_path))} | adapters
     add_lora(actor.model, rank=4, alpha=8, target_modules="all-linear", seed=0)
     pair = replicated(actor, SpoiledEngine(partial(OwnVllm.start, options), TOKENIZER, [EOS], seed=0))
     replica = pair.engine.replicas["replica 0"]

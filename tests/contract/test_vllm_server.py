@@ -33,6 +33,7 @@ from engine_cases import (
     drawn,
     each_served_once,
     folder_of,
+    keep_old_cache,
     replicated,
     request_of,
     some_prompts,
@@ -243,10 +244,7 @@ def test_what_no_pellucid_serve_has_started_is_not_joined(answers, words):
 
 
 def test_a_stale_prefix_cache_is_found_over_http_too(pair, monkeypatch):
-    async def keep() -> bool:
-        return True
-
-    monkeypatch.setattr(pair.engine.replicas["replica 0"]._inference, "forget_cache", keep)
+    keep_old_cache(pair, monkeypatch)
     with pytest.raises(WeightsDifferError, match="replica 0's 'prefix cache'"):
         pair.update(2)
 

@@ -421,11 +421,6 @@ class RemoteRolloutEngine(RolloutEngine):
 
     @property
     @override
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        return ()
-
-    @property
-    @override
     def in_hand(self) -> list[str]:
         return []
 

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pellucid.rollout.listeners import ProgressListeners
 from pellucid.rollout.requests import (
     Completion,
     EngineStats,
@@ -19,37 +16,28 @@ from pellucid.rollout.requests import (
     Trajectory,
     WeightUpdate,
 )
+from pellucid.rollout.under_way import RequestsUnderWay
 
 
 class ForwardedEngine(RolloutEngine):
     """Forwards its methods by `_call`, which also keeps `_stats` as the engine last gave them."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Request] = {}
-        self._listeners, self._stats = ProgressListeners(), EngineStats()
+        self._under_way, self._stats = RequestsUnderWay(), EngineStats()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine where it runs, and return or raise what it does."""
         ...
 
     @property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        """Nothing: the model is in another process."""
-        return ()
-
-    @property
     def in_hand(self) -> list[str]:
         """Names of the trajectories that are being decoded at this moment."""
-        return [request.stream.name for request in list(self._running.values())]
+        return self._under_way.names
 
     async def generate(self, request: Request) -> Completion:
         """Answer a request together with all others that are under way."""
-        self._running[id(request)] = request
-        try:
-            with self._listeners.hearing(request):
-                return await self._call("generate", replace(request, on_progress=None))
-        finally:
-            del self._running[id(request)]
+        with self._under_way.noted(request):
+            return await self._call("generate", replace(request, on_progress=None))
 
     async def release(self, trajectory: Trajectory) -> None:
         """Forget the cache kept for a trajectory."""

@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from pellucid.errors import NORMALISER, NonFiniteError, RunFailedError, UserError
-from pellucid.rollout.listeners import ProgressListeners
 from pellucid.rollout.requests import (
     Completion,
     EngineStats,
@@ -29,6 +27,7 @@ from pellucid.rollout.requests import (
     cut_at_stop,
 )
 from pellucid.rollout.transports import WeightsDifferError
+from pellucid.rollout.under_way import RequestsUnderWay
 from pellucid.seeding import derive_seed
 from pellucid.training.common.models import decode
 
@@ -127,9 +126,8 @@ class InferenceRolloutEngine(RolloutEngine):
         seed: int,
     ) -> None:
         self._tokenizer, self._eos, self._seed = tokenizer, eos_token_ids, seed
-        self._running: dict[str, Request] = {}
         self._names = itertools.count()
-        self._listeners = ProgressListeners()
+        self._under_way = RequestsUnderWay()
         self._stats = EngineStats()
         self._version, self._paused = 0, False
         self._loop = asyncio.new_event_loop()
@@ -159,27 +157,18 @@ class InferenceRolloutEngine(RolloutEngine):
             task.cancel()
 
     @property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        """Nothing: the model is in another process."""
-        return ()
-
-    @property
     def in_hand(self) -> list[str]:
         """Names of the trajectories that are being decoded at this moment."""
-        return [request.stream.name for request in list(self._running.values())]
+        return self._under_way.names
 
     async def generate(self, request: Request) -> Completion:
         """Answer a request together with all others that are under way."""
-        with self._listeners.hearing(request):
+        with self._under_way.noted(request):
             return await self._there(self._generate(request))
 
     async def _generate(self, request: Request) -> Completion:
         name = f"{request.stream.name} turn {request.stream.turn} request {next(self._names)}"
-        self._running[name] = request
-        try:
-            drawn = await self._inference.draw(name, list(request.token_ids), self._params(request), -request.priority)
-        finally:
-            del self._running[name]
+        drawn = await self._inference.draw(name, list(request.token_ids), self._params(request), -request.priority)
         return self._completion(request, drawn)
 
     def _params(self, request: Request) -> dict[str, Any]:
@@ -247,7 +236,7 @@ class InferenceRolloutEngine(RolloutEngine):
 
     def _record(self, numbers: EngineStats) -> None:
         self._stats = numbers
-        self._listeners.tell()
+        self._under_way.tell()
 
     def stats(self) -> EngineStats:
         """Return what the engine does at this moment."""

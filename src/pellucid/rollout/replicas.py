@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
-import torch
-
 from pellucid.errors import NonFiniteError
 from pellucid.rollout.requests import (
     Completion,
@@ -60,11 +58,6 @@ class ReplicaSet(RolloutEngine):
         self._running = Counter[str]()
         self._replica_of = OrderedDict[tuple[RunStream, str], str]()
         self._weight_bytes = 0
-
-    @property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        """Nothing: the models are in other processes."""
-        return ()
 
     @property
     def in_hand(self) -> list[str]:

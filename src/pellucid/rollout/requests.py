@@ -167,7 +167,7 @@ class RolloutEngine(Protocol):
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
         """The models that sample in this process, for observers to attach to; empty where they run in another one."""
-        ...
+        return ()
 
     @property
     def in_hand(self) -> list[str]:

@@ -23,8 +23,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def adapter_options(model: ModelConfig, section: RolloutConfig) -> dict[str, Any]:
     """Return the arguments of `AsyncEngineArgs` with which vLLM takes adapters; none where they are merged."""
     room = next((largest for largest in RANKS if largest >= model.lora_rank), None)
-    are_merged = section.server_addresses or not section.engine_kwargs.vllm.get("enable_lora", True)
-    if not model.lora_rank or room is None or are_merged:
+    takes_some = section.engine_kwargs.vllm.get("enable_lora", True) and not section.server_addresses
+    if section.name != "vllm" or not model.lora_rank or room is None or not takes_some:
         return {}
     own = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "load_format": "auto"}
     return own | {"use_tqdm_on_load": False, "additional_config": {"lora_alpha": model.lora_alpha}}
