@@ -98,6 +98,7 @@ def test_another_process_reads_each_update(folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.processes
 def test_memory_ends_with_a_sender_that_is_killed():
     code = "import sys, torch\nfrom pellucid.rollout.transports import WeightStore\nfrom pellucid.training.protocol import WeightBucket\n"
     code += "with WeightStore().send([WeightBucket({'a': torch.ones(1)}, {})]) as handle:\n"
