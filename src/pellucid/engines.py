@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from pellucid import devices
 from pellucid.config import RunConfig
 from pellucid.config.schema.rollout import RolloutConfig
+from pellucid.errors import UserError
 from pellucid.loading import load_policy, run_tokenizer, torch_dtype
 from pellucid.observe.captures import save_folder
 from pellucid.rollout.collective import Broadcaster, GroupKind, address_towards
+from pellucid.rollout.device_memory import DeviceMemory
 from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.inference import InferenceRolloutEngine, Start
 from pellucid.rollout.native import NativeRolloutEngine
@@ -48,9 +50,13 @@ def check_engine(config: RunConfig) -> None:
 
     Raises:
         MissingExtraError: it is not installed.
-        UserError: it is of another version, or has no such argument.
+        UserError: it is of another version, has no such argument, or cannot get weights as the config says.
     """
-    ENGINES[config.actor_rollout_ref.rollout.name].check(config)
+    section, device = config.actor_rollout_ref.rollout, devices.choose_device(config.trainer.device).type
+    if section.weight_transport == "cuda_ipc" and device != "cuda":
+        reason = f"cuda_ipc lets an engine read weights on the trainer's GPU, and this run is on a {device}."
+        raise UserError("actor_rollout_ref.rollout.weight_transport", reason, "Set it to auto.")
+    ENGINES[section.name].check(config)
 
 
 def make_replica(config: RunConfig) -> RolloutEngine:
@@ -98,6 +104,8 @@ def weight_transport(config: RunConfig, *, shares_memory: bool, host: str) -> Ca
         host: that machine's address, as the replicas reach it.
     """
     section = config.actor_rollout_ref.rollout
+    if section.weight_transport == "cuda_ipc":
+        return DeviceMemory
     if section.weight_transport == "collective":
         separate = section.mode == "separate" or section.server_addresses
         kind: GroupKind = "nccl" if separate and devices.choose_device(config.trainer.device).type == "cuda" else "gloo"

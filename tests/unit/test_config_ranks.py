@@ -213,6 +213,7 @@ SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
         ([*ranks(2, 2), f"{ROLLOUT}.nnodes=2"], f"{ROLLOUT}.nnodes", ["Set actor_rollout_ref.rollout.mode: separate"]),
         ([*ranks(2), f"{SIZE}=2"], SIZE, ["no effect with name: native"]),
         ([*ranks(2), "actor_rollout_ref.rollout.weight_transport=files"], f"{ROLLOUT}.weight_transport", ["no effect"]),
+        ([*ranks(2), *VLLM, f"{ROLLOUT}.weight_transport=cuda_ipc"], f"{ROLLOUT}.weight_transport", ["here are 2 ranks"]),
         ([*ranks(3), *VLLM, f"{SIZE}=2"], SIZE, ["(trainer.n_gpus_per_node): 3 = 1 × 2 + 1", "a divisor of 3"]),
         (
             [*RAY, *VLLM, *SEPARATE, f"{ROLLOUT}.n_gpus_per_node=6", f"{SIZE}=4"],

@@ -2,7 +2,8 @@
 
 `alias` moves nothing: the native engine reads the trainer's own tensors. Over ranks each one takes the buckets that
 its trainer gathers into the copy that it samples from. `shared_memory` hands them to other processes of the same host,
-`files` to those of all hosts that share a folder, `collective` to those that a connection can be made to.
+`files` to those of all hosts that share a folder, `collective` to those that a connection can be made to, and
+`cuda_ipc` lets one on the same GPU read the trainer's own tensors.
 """
 
 import json
@@ -18,6 +19,7 @@ import torch
 
 from pellucid.errors import RunFailedError
 from pellucid.rollout.collective import BroadcastWeights
+from pellucid.rollout.device_memory import DeviceWeights
 from pellucid.rollout.packed import Packed
 from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.protocol import WeightBucket
@@ -146,7 +148,11 @@ def _stored(packed: list[dict[str, Any]], **fields: Any) -> StoredWeights:
     return StoredWeights(packed=[Packed(**one) for one in packed], **fields)
 
 
-_KINDS: dict[str, Callable[..., WeightHandle]] = {"stored": _stored, "broadcast": BroadcastWeights}
+_KINDS: dict[str, Callable[..., WeightHandle]] = {
+    "stored": _stored,
+    "broadcast": BroadcastWeights,
+    "device": DeviceWeights,
+}
 
 
 def parse_handle(text: str) -> WeightHandle:

@@ -78,12 +78,12 @@ class RolloutConfig:
     """Devices of separate engines on each of their machines: GPUs, or CPU cores where the run is on CPUs."""
     tensor_model_parallel_size: Positive = option(1, needs=OTHER_ENGINE)
     """Devices over which a replica spreads each layer; they are on one machine."""
-    weight_transport: Literal["auto", "shared_memory", "files", "collective"] = option(
+    weight_transport: Literal["auto", "shared_memory", "cuda_ipc", "files", "collective"] = option(
         "auto", needs=Needs("has_replicas")
     )
-    """How weights reach engines beside the trainer: through the memory of the machine that all are on, through files in
-    the run's folder, or by connections (collective: gloo, or NCCL where each side has GPUs of its own). auto takes
-    shared_memory where it can, else files."""
+    """How weights reach engines beside the trainer: through the memory of the machine that all are on, or of their one
+    GPU (cuda_ipc), through files in the run's folder, or by connections (collective: gloo, or NCCL where each side has
+    GPUs of its own). auto takes shared_memory where it can, else files."""
     server_addresses: list[str] = option(list, needs=VLLM)
     """Servers, e.g. `http://10.0.0.2:8000`, that `pellucid serve` has started and that sample in place of engines that
     the run starts; what this section says of engines must be so there."""

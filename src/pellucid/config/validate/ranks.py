@@ -56,6 +56,13 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
 def _replicas(config: RunConfig) -> Iterator[UserError]:
     """Yield a mistake for devices of rollout engines that do not come out."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    if rollout.weight_transport == "cuda_ipc":
+        apart = rollout.server_addresses or rollout.mode == "separate"
+        if config.num_ranks > 1 or apart:
+            reason = "cuda_ipc is for one rank and an engine on its GPU; here are " + (
+                "engines with devices of their own." if apart else f"{config.num_ranks} ranks."
+            )
+            yield UserError(f"{_ROLLOUT}.weight_transport", reason, "Set it to shared_memory, collective or files.")
     if rollout.server_addresses:
         yield from _servers(config)
         return
