@@ -71,7 +71,7 @@ def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
     def send(digests: bool) -> AbstractContextManager[WeightHandle]:
         return transport.send(sent_weights(config, actor, digests=digests))
 
-    replicas = _join_servers(config)
+    replicas = join_servers(config)
     if not replicas:
         engine = ENGINES[config.actor_rollout_ref.rollout.name]
         replica = make_replica(config) if engine.has_processes else EngineProcess(partial(make_replica, config))
@@ -118,12 +118,17 @@ def weight_transport(config: RunConfig, *, shares_memory: bool, host: str) -> Ca
     return partial(WeightStore, folder)
 
 
-def _transport_here(config: RunConfig) -> Transport:
+def host_towards_servers(config: RunConfig) -> str:
+    """Return this machine's address as the servers that are joined reach it; loopback where there are none."""
     servers = [urlsplit(address).hostname or "" for address in config.actor_rollout_ref.rollout.server_addresses]
-    host = "127.0.0.1"
     with suppress(OSError):  # of a server that cannot be found `check_servers` tells
-        host = address_towards(servers[0]) if servers else host
-    return weight_transport(config, shares_memory=config.weight_transport == "shared_memory", host=host)()
+        return address_towards(servers[0]) if servers else "127.0.0.1"
+    return "127.0.0.1"
+
+
+def _transport_here(config: RunConfig) -> Transport:
+    here, host = config.weight_transport == "shared_memory", host_towards_servers(config)
+    return weight_transport(config, shares_memory=here, host=host)()
 
 
 def make_native_engine(
@@ -196,7 +201,8 @@ def _outside(config: RunConfig, start: Start) -> RolloutEngine:
     return InferenceRolloutEngine(start, tokenizer, ends, seed=config.actor_rollout_ref.rollout.seed)
 
 
-def _join_servers(config: RunConfig) -> dict[str, RolloutEngine]:
+def join_servers(config: RunConfig) -> dict[str, RolloutEngine]:
+    """Return the servers that the run joins, by their addresses; none where it has engines of its own."""
     section = config.actor_rollout_ref.rollout
     joins = {
         address.partition("://")[2]: partial(JoinedVllm.join, address, read_token(section.server_token_file))

@@ -228,7 +228,6 @@ SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
         ([servers("http://a:1")], f"{ROLLOUT}.server_addresses", ["no effect with name: native"]),
         ([*VLLM, servers("a:8000")], f"{ROLLOUT}.server_addresses", ["'a:8000' is no address", "http://host:port"]),
         ([*VLLM, servers("http://a:1", "http://a:1")], f"{ROLLOUT}.server_addresses", ["http://a:1 is there 2 times"]),
-        ([*ranks(2), *VLLM, servers("http://a:1")], f"{ROLLOUT}.server_addresses", ["trainer.placement: local"]),
         ([*VLLM, servers("http://a:1"), f"{ROLLOUT}.mode=separate"], f"{ROLLOUT}.mode", ["have devices of their own"]),
     ],
 )
@@ -246,6 +245,14 @@ def test_engines_that_do_not_come_out_on_their_devices(overrides, field, words):
         (VLLM, "1 of vllm on this machine; weights by shared_memory"),
         ([*VLLM, servers("http://[::1]:1")], "1 server of vllm, http://[::1]:1; weights by shared_memory"),
         ([*VLLM, servers("http://a:1", "http://b:1")], "2 servers of vllm, http://a:1, http://b:1; weights by files"),
+        (
+            [*ranks(2), *VLLM, "trainer.schedule=async", servers("http://127.0.0.1:1")],
+            "1 server of vllm, http://127.0.0.1:1; weights by shared_memory",
+        ),
+        (
+            [*ranks(2), *VLLM, "trainer.ray_address=auto", servers("http://127.0.0.1:1")],
+            "1 server of vllm, http://127.0.0.1:1; weights by files",
+        ),
         (
             [*ranks(4), *VLLM, f"{SIZE}=2"],
             "4 devices of the trainers on 1 machine ÷ 2 each = 2 of vllm; weights by shared_memory",

@@ -13,7 +13,7 @@ from pellucid import devices
 from pellucid.build import RoleName, Roles
 from pellucid.config import RunConfig
 from pellucid.console import console
-from pellucid.engines import longest_request, weight_transport
+from pellucid.engines import host_towards_servers, join_servers, longest_request, weight_transport
 from pellucid.files.rundir import RunDir
 from pellucid.observe.captures import rank_request
 from pellucid.observe.process import ProcessProfiler
@@ -26,8 +26,8 @@ from pellucid.ranks.replica import REQUESTS_AT_ONCE, RemoteReplica, ReplicaHost,
 from pellucid.ranks.wire import SharedMemory
 from pellucid.ranks.worker import RankSpec, RankWorker
 from pellucid.rollout.replicas import ReplicaSet
-from pellucid.rollout.requests import WeightUpdate, run_sync
-from pellucid.rollout.transports import WeightHandle
+from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
+from pellucid.rollout.transports import Transport, WeightHandle
 
 
 class RayPlacement:
@@ -66,7 +66,8 @@ class RayPlacement:
                 if pool.roles:
                     self._groups[pool.name] = self._start(pool, memory, heartbeat)
                     opened.callback(self._groups[pool.name].close)
-            hosts = self._start_hosts(pools, memory, heartbeat) if config.has_replicas else None
+            joined = bool(config.actor_rollout_ref.rollout.server_addresses)
+            hosts = self._start_hosts(pools, memory, heartbeat) if config.has_replicas and not joined else None
             if hosts is not None:
                 opened.callback(hosts.close)
             # All pools start at once; only then is each waited for.
@@ -84,10 +85,12 @@ class RayPlacement:
                 role: self._groups[pool.name] for pool in pools for role in pool.roles
             }
             proxies: dict[str, Any] = {role: RemoteRole(role, group) for role, group in group_of.items()}
-            if hosts is None:
-                proxies["rollout"] = RemoteRolloutEngine(group_of["rollout"])
-            else:
+            if joined:
+                proxies["rollout"] = self._join_servers(proxies["actor"], opened)
+            elif hosts is not None:
                 proxies["rollout"] = self._make_replicas(hosts, dict(ranks_on), proxies["actor"])
+            else:
+                proxies["rollout"] = RemoteRolloutEngine(group_of["rollout"])
             self._opened = opened.pop_all()
         self.roles = Roles(**proxies)
         sentinel = RemoteSentinel(group_of) if config.trainer.nan_sentinel else None
@@ -150,8 +153,8 @@ class RayPlacement:
 
     def _make_replicas(self, hosts: WorkerGroup, processes_on: dict[str, int], actor: RemoteRole) -> ReplicaSet:
         """Let the hosts make their engines, and return these with the actor's weights of this moment."""
-        section, policy = self._config.actor_rollout_ref.rollout, self._groups[POLICY]
-        colocated = section.mode == "colocated"
+        policy = self._groups[POLICY]
+        colocated = self._config.actor_rollout_ref.rollout.mode == "colocated"
         shared = [name for place in policy.places for name in place.device_ids] if colocated else []
 
         def make(host: Any) -> None:
@@ -162,6 +165,23 @@ class RayPlacement:
         here = set(hosts.machines) == {policy.machines[0]}
         host = "127.0.0.1" if here else policy.places[0].address
         make_transport = weight_transport(self._config, shares_memory=here, host=host)
+        return self._replicas({m.name: RemoteReplica(hosts, m) for m in hosts.members}, make_transport, actor)
+
+    def _join_servers(self, actor: RemoteRole, opened: contextlib.ExitStack) -> ReplicaSet:
+        """Return the servers, which the policy's first rank sends weights to, with the actor's of this moment."""
+        config = self._config
+        [host, *_] = self._groups[POLICY].ask("find servers", lambda _: host_towards_servers(config))
+        make_transport = weight_transport(config, shares_memory=config.weight_transport == "shared_memory", host=host)
+        engines = join_servers(config)
+        for engine in engines.values():
+            opened.callback(engine.close)
+        return self._replicas(engines, make_transport, actor)
+
+    def _replicas(
+        self, engines: dict[str, RolloutEngine], make_transport: Callable[[], Transport], actor: RemoteRole
+    ) -> ReplicaSet:
+        """Return engines as one that gets its weights from the policy's ranks, with those of this moment."""
+        section, policy = self._config.actor_rollout_ref.rollout, self._groups[POLICY]
 
         @contextlib.contextmanager
         def send(digests: bool) -> Iterator[WeightHandle]:
@@ -174,7 +194,6 @@ class RayPlacement:
                 if policy.answers:
                     handle.num_bytes = policy.ask("forget_weights", lambda rank: rank.forget_weights(were_loaded))[0]
 
-        engines = {member.name: RemoteReplica(hosts, member) for member in hosts.members}
         replicas = ReplicaSet(engines, send, section.verify_weights, longest_request(section))
         run_sync(replicas.load_weights(WeightUpdate(0)))
         return replicas

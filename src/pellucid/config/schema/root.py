@@ -106,8 +106,8 @@ class RunConfig:
         if rollout.weight_transport != "auto":
             return rollout.weight_transport
         if joined := rollout.server_addresses:
-            here = all(urlsplit(address).hostname in ("127.0.0.1", "::1", "localhost") for address in joined)
-            return "shared_memory" if here else "files"
+            local = all(urlsplit(address).hostname in ("127.0.0.1", "::1", "localhost") for address in joined)
+            return "shared_memory" if local and self.trainer.ray_address is None else "files"
         return "shared_memory" if self.trainer.ray_address is None else None
 
     @property

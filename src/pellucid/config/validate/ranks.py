@@ -92,9 +92,6 @@ def _servers(config: RunConfig) -> Iterator[UserError]:
             yield UserError(key, f"'{address}' is no address of a server.", "Write http://host:port.")
         elif count > 1:
             yield UserError(key, f"{address} is there {count} times.", "Name each server once.")
-    if config.trainer.placement == "ray":
-        reason = "servers are joined by a trainer in one process; ranks sample natively or with replicas of their own."
-        yield UserError(key, reason, "Set trainer.placement: local, or remove it.")
     if rollout.mode == "separate":
         yield UserError(f"{_ROLLOUT}.mode", "servers have devices of their own already.", "Remove it.")
 

@@ -20,7 +20,7 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
     if schedule == "sync":
         return
     beside = f"with trainer.schedule: {schedule}, which samples while it trains"
-    if trainer.placement == "ray" and rollout.mode == "colocated":
+    if trainer.placement == "ray" and rollout.mode == "colocated" and not rollout.server_addresses:
         reason = f"is colocated {beside}: engines need devices of their own."
         remedy = "Set it to separate, with rollout.n_gpus_per_node; or trainer.schedule: sync."
         yield UserError(f"{_ROLLOUT}.mode", reason, remedy)
