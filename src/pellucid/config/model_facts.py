@@ -28,6 +28,7 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    sliding_window: int | None = None
 
 
 def read_model_facts(path: str) -> ModelFacts | None:
@@ -59,6 +60,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
             num_kv_heads=facts.get("num_key_value_heads") or heads,
             head_dim=facts.get("head_dim") or hidden // heads,
             vocab_size=facts["vocab_size"],
+            sliding_window=facts.get("sliding_window"),
         )
     except KeyError:
         return None

@@ -88,8 +88,8 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         model: its shape; None leaves the memory estimate out.
 
     Raises:
-        UserError: the prompts do not fill one step, the run ends before the policy starts to learn, or the model
-            cannot be spread over the devices of a replica.
+        UserError: the prompts do not fill one step, the run ends before the policy starts to learn, the model cannot be
+            spread over the devices of a replica, or a replica's cache holds no sequence.
     """
     data, actor, trainer = config.data, config.actor_rollout_ref.actor, config.trainer
     prompts, mini = data.train_batch_size, actor.ppo_mini_batch_size
@@ -107,6 +107,8 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         reason = f"{model.num_heads} attention heads, {model.num_kv_heads} with keys, do not split over {size} devices."
         field = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         raise UserError(field, reason, f"Set it to a divisor, e.g. {math.gcd(size, model.num_kv_heads)}.")
+    if model is not None:
+        _check_caches(config, model)
     longest = data.max_prompt_length + data.max_response_length
     share = math.ceil(mini * config.actor_rollout_ref.rollout.n / config.num_ranks)
     at_once = (
@@ -126,6 +128,23 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         memory=None if model is None else _estimate(config, model, min(budget, share * longest), others),
         pool_bytes={role: others[role] for role in trainer.resource_pools if others.get(role)},
     )
+
+
+def _check_caches(config: RunConfig, model: ModelFacts) -> None:
+    """Raise a `UserError` where the cache that a replica is given holds no sequence of the longest kind."""
+    section, field = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.engine_kwargs"
+    longest = section.max_model_len or section.prompt_length + section.response_length
+    width = 1 if "kv_cache_dtype" in section.engine_kwargs.vllm else _WIDTHS[section.dtype]  # 1: the least there is
+    heads = math.ceil(model.num_kv_heads / section.tensor_model_parallel_size)
+    tokens = min(longest, model.sliding_window or longest)
+    num_bytes = 2 * model.num_layers * heads * model.head_dim * width * tokens
+    needs = {"vllm": ("kv_cache_memory_bytes", num_bytes), "sglang": ("max_total_tokens", longest)}
+    for engine, (name, needed) in needs.items():
+        given = vars(section.engine_kwargs)[engine].get(name)
+        if isinstance(given, int) and given < needed:
+            reason = f"{given} holds no sequence of {longest} tokens, which takes {needed}."
+            remedy = f"Set it to {needed} for each sequence decoded at once, or lower data.max_*_length."
+            raise UserError(f"{field}.{engine}.{name}", reason, remedy)
 
 
 def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_bytes: dict[str, int]) -> Memory:
