@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "roles": {"errors", "types", "seeding", "plugins", "training", "algo", "config.schema"},
     # training: the native engine runs on the actor's own model
     "rollout": {"errors", "types", "seeding", "process_guard", "training", "stages", "config.schema"},
-    "agents": {"types", "rollout"},
+    "agents": BASE | {"tasks", "rollout"},
     "ranks": BASE | ROOMS | RUN,
     "doctor": BASE | ROOMS | RUN,
     "cli": BASE | ROOMS | RUN | {"doctor"},
