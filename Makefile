@@ -67,7 +67,7 @@ bench: .venv/dev  ## speed as ratios measured in one run; needs models/smollm2-1
 	  ../$(BIN)/python $$name.py --model $(abspath models/smollm2-135m-instruct) --json $(abspath benchmarks/results.jsonl) || exit 1; done
 
 docs: .venv/base  ## regenerate the pages that come from the code
-	$(BIN)/python -m pellucid.config.describe
+	$(BIN)/python docs/config_page.py > docs/config.md
 	$(BIN)/python docs/metrics_page.py > docs/metrics.md
 
 clean:

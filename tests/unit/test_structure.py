@@ -53,7 +53,7 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 2900,
     tuple(sorted(BASE)): 955,
     ("algo",): 1220,
-    ("config",): 3870,
+    ("config",): 3830,
     ("tasks", "data", "reward"): 1325,
     ("training",): 2500,
     ("roles",): 590,

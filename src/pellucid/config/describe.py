@@ -1,7 +1,6 @@
-"""The schema as people read it: annotated YAML, the list of keys, and the Markdown reference.
+"""The schema as people read it: annotated YAML and the list of keys.
 
-Everything is derived from the dataclasses and their field docstrings; `python -m pellucid.config.describe` rewrites
-`docs/config.md`, and a test fails when it is stale.
+Everything is derived from the dataclasses and their field docstrings, as is `docs/config.md` by `docs/config_page.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pellucid.config.convert import defaults_tree, flat_hints, type_text
-from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.trees import get
 
 _HEAD = """# Made from the schema by `pellucid config show --annotated`.
@@ -94,47 +91,3 @@ def yaml_value(value: Any) -> str:
     if isinstance(value, str) and (value == "???" or "${" in value):
         return value
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
-
-
-def markdown() -> str:
-    """Return the reference page of all keys."""
-    lines = [
-        "# Configuration reference",
-        "",
-        "Generated from the schema in `src/pellucid/config/schema/`; do not edit. `pellucid config keys` prints it.",
-        "",
-        "`???` must be set. A default such as `${trainer.seed}` follows that key until it is set to a value; ",
-        "`null` follows it too.",
-    ]
-    for root, title in ((RunConfig, "`pellucid train` and `pellucid eval`"), (SftConfig, "`pellucid sft`")):
-        lines += ["", f"## {title}", *_sections(root)]
-    return "\n".join(lines) + "\n"
-
-
-def _sections(root: type) -> Iterator[str]:
-    """Yield the Markdown lines of each section: a heading, and a table of the keys directly in it.
-
-    A section of a kind that was described before refers to that one.
-    """
-    described: dict[type, str] = {}
-    skipped: list[str] = []
-    every = list(keys(root))
-    for section in every:
-        if section.section is None or any(section.name.startswith(f"{name}.") for name in skipped):
-            continue
-        yield from ("", f"### {section.name}", "")
-        if described.setdefault(section.section, section.name) != section.name:
-            skipped.append(section.name)
-            yield f"{section.doc} Its keys are those of `{described[section.section]}`."
-            continue
-        yield section.doc
-        inside = [key for key in every if key.name.rpartition(".")[0] == section.name and not key.section]
-        if inside:
-            yield from ("", "| key | type | default | meaning |", "| --- | --- | --- | --- |")
-        for key in inside:
-            cells = (f"`{key.name}`", key.type, f"`{yaml_value(key.default)}`", key.doc)
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-if __name__ == "__main__":
-    Path("docs/config.md").write_text(markdown(), encoding="utf-8")
