@@ -85,7 +85,7 @@ def test_more_ranks_than_cores(work):
     assert found["devices"]["status"] == "problem" and "4096 ranks" in found["devices"]["found"]
     assert found["memory"]["status"] == "problem" and "4096 × 400.0 MiB of processes" in found["memory"]["found"]
     assert found["ray"]["status"] == "ok" and "every rank" not in found["ray"]["found"]
-    assert {"ray port", "shared memory", "open files", "processes"} <= found.keys()
+    assert {"ray port", "shared memory"} <= found.keys()
 
 
 @pytest.mark.ray
@@ -103,4 +103,4 @@ def test_a_cluster_that_does_not_answer(work):
     address = f"127.0.0.1:{closed_port()}"
     found = examine(work, work.recipe, *RAY, "trainer.nnodes=2", f"trainer.ray_address={address}", status=1)
     assert found["ray"]["status"] == "problem" and f"no Ray cluster answers at {address}" in found["ray"]["found"]
-    assert {"host name", "shared folder"} <= found.keys()
+    assert "host name" in found

@@ -65,14 +65,10 @@ def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:
     yield from hardware.check_memory(machine, plan, ranks)
     if config is not None:
         yield storage.check_run_directory(config, storage.checkpoint_bytes(config, plan))
-        if config.trainer.nnodes > 1:
-            yield storage.check_shared_folder(config)
     yield storage.check_temp_folder(with_ray)
     if with_ray or config is None:
         step_bytes = plan.max_tokens_per_step * _TOKEN_BYTES if plan else 0
         yield storage.check_shared_memory(machine, ranks or 1, step_bytes)
-        yield network.check_open_files()
-        yield network.check_processes(ranks or 1)
     yield hardware.check_cores(machine, ranks or 1)
     if config is not None and config.actor_rollout_ref.model.dtype == "bfloat16":
         yield hardware.check_bfloat16(machine)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
-
-import psutil
 
 from pellucid.config import Plan, RunConfig
 from pellucid.config.plan import size
@@ -29,7 +26,6 @@ _RAY_STORE_SHARE, _RAY_STORE_BYTES = 0.3, 10**10
 _NCCL_BYTES = 2**30
 _PLENTY = 100
 """Checkpoints that a disk may have room for without a word about their number."""
-_SHARED_FILE_SYSTEMS = re.compile(r"(fuse\.)?(nfs4?|lustre|gpfs|beegfs|ceph|glusterfs|cifs|smb3|wekafs|9p|virtiofs)")
 
 
 def _existing(path: Path) -> Path:
@@ -79,16 +75,6 @@ def check_run_directory(config: RunConfig, bytes_each: int | None) -> Finding:
     found += f"; {needed // bytes_each} × {size(bytes_each)} = {size(needed)} for checkpoints"
     remedy = "Free some space, lower trainer.max_actor_ckpt_to_keep, or move trainer.default_local_dir."
     return Finding.judged(name, found, remedy if needed > free else "", "problem")
-
-
-def check_shared_folder(config: RunConfig) -> Finding:
-    """Check that the machines of a run see its folder, by the kind of file system it is on."""
-    folder = _existing(Path(config.trainer.default_local_dir)).resolve()
-    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    kind = next((mounts[place] for place in (folder, *folder.parents) if place in mounts), "unknown")
-    remedy = "Set trainer.default_local_dir to a folder that all share: each rank writes a part of a checkpoint there."
-    shared = _SHARED_FILE_SYSTEMS.fullmatch(kind)
-    return Finding.judged("shared folder", f"{folder} is on {kind}", "" if shared else remedy)
 
 
 def check_temp_folder(with_ray: bool) -> Finding:
