@@ -113,7 +113,7 @@ def test_the_rank_that_sleeps_is_the_bottleneck_and_shows_in_the_merged_trace(
     planted.train(*QUIET, *ranks, *CAPTURE, f"{LOSS}=losses.py:sleeps")
     first = report_of(planted.run_dir).findings[0]
     assert (first.kind, first.stage, first.where) == ("stall", "actor_update", "policy rank 1")
-    assert first.lost_s >= SLEEP_S * 0.9 and "without an operator" in first.sentence
+    assert first.lost_s >= SLEEP_S * 0.9
     planted.run("profile", "merge", "run")
     events = json.loads(gzip.decompress((planted.run_dir / "timeline" / "merged.json.gz").read_bytes()))["traceEvents"]
     names = {event["pid"]: event["args"]["name"].partition(" on ")[0] for event in events if event["name"] == "process_name"}

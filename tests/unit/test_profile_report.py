@@ -126,7 +126,6 @@ def test_captures_tell_whose_sleep_it_is(tmp_path):
     assert not findings_of(run), "as much could be the ranks' communication"
     [finding] = findings_of(with_captures(run, rank0=waits, rank1=sleeps))
     assert (finding.kind, finding.where) == ("stall", "policy rank 1")
-    assert "its capture of step 2 shows 8.00 ms without an operator, 1.00 ms after" in finding.sentence
 
 
 @pytest.mark.parametrize(
@@ -415,13 +414,13 @@ CPU_EVENTS = [
 ]
 
 
-def test_a_trace_gives_operators_communication_and_gaps(tmp_path):
+def test_a_trace_gives_operators_and_communication(tmp_path):
     stats = read_capture(captured_file("trace.json.gz"), write_trace(tmp_path / "trace.json.gz", CPU_EVENTS))
     times = {name: round(self_s * 1e6) for name, (self_s, calls) in stats.operators.items()}
     assert times["aten::linear"] == 1000 and times["aten::addmm"] == 2000
-    figures = (stats.wall_s, stats.compute_s, stats.exposed_s, stats.longest_gap_s, stats.longest_gap_at_s)
-    # Compute 1000 to 4000, communication 3800 to 5800: 200 of it beside compute. Nothing from 5800 to the end.
-    assert [round(value * 1e6) for value in figures] == [10_000, 3000, 1800, 4200, 5800]
+    figures = (stats.wall_s, stats.compute_s, stats.exposed_s)
+    # Compute 1000 to 4000, communication 3800 to 5800: 200 of it beside compute.
+    assert [round(value * 1e6) for value in figures] == [10_000, 3000, 1800]
 
 
 def test_a_trace_is_read_and_one_that_is_torn_is_said(tmp_path):

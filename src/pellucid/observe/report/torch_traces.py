@@ -37,10 +37,6 @@ class Capture:
     """The main thread is in an operator that computes."""
     exposed_s: float
     """A collective runs and the main thread computes nothing."""
-    longest_gap_s: float
-    """The longest time in which it computes nothing and no collective runs."""
-    longest_gap_at_s: float
-    """When that begins, since the capture's start."""
     operators: dict[str, tuple[float, int]]
     """By name: seconds without the operators that it calls, and how many calls."""
     num_kernels: int
@@ -114,14 +110,11 @@ def read_capture(file: ProfileFile, path: Path) -> Capture:
     window = union(captured)
     compute = clip(union((start, start - less) for start, less, name in main if _computes(name)), window)
     either = union([*compute, *clip(union(communication), window)])
-    gap_us, gap_at_us = _longest_gap(window, either)
     return Capture(
         file=file,
         wall_s=length(window) / 1e6,
         compute_s=length(compute) / 1e6,
         exposed_s=(length(either) - length(compute)) / 1e6,
-        longest_gap_s=gap_us / 1e6,
-        longest_gap_at_s=gap_at_us / 1e6,
         operators=_self_times(operators.values()),
         num_kernels=num_kernels,
     )
@@ -130,15 +123,6 @@ def read_capture(file: ProfileFile, path: Path) -> Capture:
 def _computes(name: str) -> bool:
     """Tell operators from what only wraps them, as autograd's functions do, whose own time may be a wait in a hook."""
     return "::" in name and not name.startswith("autograd::") and not _COMMUNICATION.match(name)
-
-
-def _longest_gap(window: list[Interval], covered: list[Interval]) -> tuple[float, float]:
-    """Return the longest stretch of the window that is not covered, and when it begins after the window's start."""
-    gaps = [(0.0, 0.0)]
-    for low, high in window:
-        edges = [low, *(edge for part in clip(covered, [(low, high)]) for edge in part), high]
-        gaps += [(right - left, left - window[0][0]) for left, right in zip(edges[::2], edges[1::2])]
-    return max(gaps)
 
 
 def _self_times(threads: Iterable[list[tuple[float, float, str]]]) -> dict[str, tuple[float, int]]:

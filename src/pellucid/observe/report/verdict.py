@@ -5,7 +5,6 @@ A rule turns figures into a `Finding` where they pass a threshold. A healthy run
 named.
 """
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from pellucid.errors import MissingExtraError
 from pellucid.files.rundir import RunDir
+from pellucid.metrics.trackers import read_metrics
 from pellucid.observe.manifest import Manifest, ProfileFile, manifest_folder
 from pellucid.observe.report.stage_work import (
     BETWEEN,
@@ -64,9 +64,8 @@ IMBALANCE_RATIO = 1.2
 STALL_SHARE, UNKNOWN_STALL_SHARE = 0.25, 0.5
 """Of a stage: as much time in which nothing computes or could is a stall; the latter where ranks that wait for each
 other show no culprit, for then it may be their communication, of which some is normal."""
-TELLING_SHARE, GAP_SHARE = 0.3, 0.2
-"""Of a capture: by as much less time in collectives than the others a rank shows that they wait for it; and its
-longest time without an operator that is worth a word."""
+TELLING_SHARE = 0.3
+"""Of a capture: by as much less time in collectives than the others a rank shows that they wait for it."""
 DEVICE_IDLE_SHARE = 0.4
 """Of a capture in which the GPU runs no kernel."""
 
@@ -166,11 +165,7 @@ def build_report(run: RunDir, *, step: int | None = None, last_steps: int = LAST
 def _memory_gb(run: RunDir) -> dict[str, float]:
     """Return the highest value of each metric of memory."""
     peaks: dict[str, float] = {}
-    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a run that was killed
-            continue
+    for row in read_metrics(run.metrics) if run.metrics.exists() else ():
         for name, value in row.items():
             if "memory" in name and isinstance(value, int | float):
                 peaks[name] = max(peaks.get(name, 0.0), float(value))
@@ -276,8 +271,7 @@ def _stalls(report: Report) -> Iterator[Finding]:
             where=who,
             lost_s=lost_s,
             sentence=f"{stage.name} stands still for {seconds(lost_s)} of each step in {who}{unknown}, "
-            f"{' and '.join(places)}, the longest {seconds(stage.still_s[longest])} in step {longest}"
-            f"{_captured_gap(report, stage.name, who)}.",
+            f"{' and '.join(places)}, the longest {seconds(stage.still_s[longest])} in step {longest}.",
             remedy="Something blocks there on the host: a sleep, a lock, a file, a network call, or slow "
             "communication. Dump the stacks while it runs (py-spy dump --pid), or capture the stage on all ranks "
             "with the torch tool and contents [cpu, stack].",
@@ -299,16 +293,6 @@ def _captured_culprit(report: Report, stage: str) -> list[str]:
     shares = sorted((exposed_s[name] / wall_s[name], name) for name in wall_s if wall_s[name])
     tells = len(shares) > 1 and shares[1][0] - shares[0][0] >= TELLING_SHARE
     return [shares[0][1]] if tells else []
-
-
-def _captured_gap(report: Report, stage: str, process: str) -> str:
-    """Return what captures of the process say of its longest time without an operator; empty where there is none."""
-    mine = [capture for capture in report.captures if capture.what == stage and capture.name == process]
-    longest = max(mine, key=lambda capture: capture.longest_gap_s, default=None)
-    if longest is None or longest.longest_gap_s < GAP_SHARE * longest.wall_s:
-        return ""
-    gap = f"{seconds(longest.longest_gap_s)} without an operator, {seconds(longest.longest_gap_at_s)} after the start"
-    return f"; its capture of step {longest.file.step} shows {gap}"
 
 
 def _idle_devices(report: Report) -> Iterator[Finding]:
