@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.filesize import decimal as size
 from torch.cuda import _memory_viz
 
 from pellucid.config.schema.profiler import GlobalToolConfig, RoleToolConfig, TorchMemoryToolConfig
 from pellucid.errors import UserError
-from pellucid.observe.tables import size
 from pellucid.observe.tools import torch_memory
 from pellucid.observe.tools.base import Capture, ToolSettings
 from pellucid.observe.tools.torch_memory import (

@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from rich.filesize import decimal as size
+
 from pellucid.config.schema import RunConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, ProfilerConfig, ScheduleConfig
 from pellucid.console import console, error_console, notice
@@ -22,7 +24,6 @@ from pellucid.errors import UserError
 from pellucid.observe.manifest import JOURNALS, Manifest, manifest_folder, read_journals
 from pellucid.observe.process import WRITE, ProcessProfiler
 from pellucid.observe.request import PRECISION_DEBUGGER, TO_THE_END, ProcessRequest, RoleRequest, is_strict
-from pellucid.observe.tables import size
 from pellucid.observe.tools import ToolSettings, tool_class
 from pellucid.stages import Stage, stages_of
 

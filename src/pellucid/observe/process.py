@@ -17,13 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from rich.filesize import decimal as size
+
 from pellucid.config.schema.profiler import ScheduleConfig
 from pellucid.errors import RunFailedError, UserError
 from pellucid.observe.manifest import Journal, ProfileFailure, ProfileFile, plain_files, shown_path
 from pellucid.observe.request import ProcessRequest, RoleRequest, num_units, unit_action
 from pellucid.observe.spans import SpanRecorder
-from pellucid.observe.tables import size
-from pellucid.observe.tools import Capture, KeptInPartError, TensorTool, Tool, engine_tool_class, tool_class
+from pellucid.observe.tools import Capture, KeptInPartError, TensorTool, Tool, tool_class
 from pellucid.stages import PREFILL, ROLE_OF, UNITS_OF, Stage, TokenSpans, Unit
 
 if TYPE_CHECKING:
@@ -363,8 +364,8 @@ class ProcessProfiler:
             return None
         with self._lock, self.spans.detail(WRITE, step=capture.step), self._guarded("start", capture, role):
             self._check_budget()
-            find = tool_class if capture.engine is None else engine_tool_class
-            kind, settings = find(role.tool), self.request.settings(role)
+            kind = tool_class(role.tool, of_engine=capture.engine is not None)
+            settings = self.request.settings(role)
             kind.check(settings)
             tool = kind(settings)
             if capture.engine is None:

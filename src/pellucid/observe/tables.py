@@ -48,16 +48,5 @@ def seconds(value: float) -> str:
     if value >= 60:
         return f"{int(value // 60)} min {value % 60:.0f} s"
     factor, unit = next(((factor, unit) for factor, unit in ((1, "s"), (1e-3, "ms")) if value >= factor), (1e-6, "µs"))
-    return f"{_three_digits(value / factor)} {unit}"
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes in the unit that suits them: `12.3 MB`."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= factor:
-            return f"{_three_digits(num_bytes / factor)} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    shown = value / factor
+    return f"{shown:.{0 if shown >= 100 else 1 if shown >= 10 else 2}f} {unit}"

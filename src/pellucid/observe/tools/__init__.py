@@ -1,9 +1,9 @@
 """The tools by name; a class of the user's own comes by import path. Each is imported when it is used."""
 
-import importlib
 import os
 
 from pellucid.observe.tools.base import Capture, KeptInPartError, TensorTool, Tool, ToolSettings
+from pellucid.plugins import load_object
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print a line at every start and stop
 TOOLS: dict[str, str] = {
@@ -20,28 +20,13 @@ ENGINE_TOOLS = {
 """What looks into rollout engines that have processes of their own."""
 
 
-def tool_class(name: str) -> type[Tool]:
-    """Return the class of a tool.
+def tool_class(name: str, *, of_engine: bool = False) -> type[Tool]:
+    """Return the class of a tool, or what does the same `of_engine`, for one in processes of its own.
 
     Raises:
         UserError: an import path leads to no class.
     """
-    if name not in TOOLS:
-        from pellucid.plugins import load_object
-
-        return load_object(name, "global_profiler.tool")
-    return _loaded(TOOLS[name])
+    return load_object((ENGINE_TOOLS if of_engine else TOOLS).get(name, name), "global_profiler.tool")
 
 
-def engine_tool_class(name: str) -> type[Tool]:
-    """Return the class that does what a tool does for an engine in processes of its own."""
-    return _loaded(ENGINE_TOOLS[name])
-
-
-def _loaded(path: str) -> type[Tool]:
-    module, _, attribute = path.partition(":")
-    return vars(importlib.import_module(module))[attribute]
-
-
-__all__ = ["TOOLS", "Capture", "KeptInPartError", "TensorTool", "Tool", "ToolSettings", "engine_tool_class"]
-__all__ += ["tool_class"]
+__all__ = ["TOOLS", "Capture", "KeptInPartError", "TensorTool", "Tool", "ToolSettings", "tool_class"]

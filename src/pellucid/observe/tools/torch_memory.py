@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.filesize import decimal as size
 from rich.text import Text
 from torch._C._autograd import _ProfilerResult
 from torch._C._profiler import (  # the profiler's event tree, for which torch has no public name
@@ -31,7 +32,7 @@ from torch.profiler.profiler import _KinetoProfile
 from typing_extensions import override
 
 from pellucid.errors import UserError
-from pellucid.observe.tables import page, size, table
+from pellucid.observe.tables import page, table
 from pellucid.observe.tools.base import Capture, Tool, ToolSettings
 from pellucid.stages import Stage
 
