@@ -21,7 +21,7 @@ from pellucid.devices import keep_freed_memory, measure_gemm_flops
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.tasks.arithmetic import Arithmetic, ArithmeticArgs
-from pellucid.training.common.models import BUILTIN, eos_token_ids, load_model, load_tokenizer, num_parameters
+from pellucid.training.common.models import BUILTIN, eos_token_ids, load_model, load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.types import Prompt
@@ -49,7 +49,7 @@ class Setup:
         self.prompts = [Prompt(f"bench:{index}", row["token_ids"], row["text"], "bench") for index, row in enumerate(rows)]
         optimizer = ScheduledAdamW(dict(self.model.named_parameters()), Schedule(1e-6, 0, 1), 0.01, (0.9, 0.999), 1.0)
         self.engine = FsdpEngine(self.model, optimizer, MicroBatching(self.micro_tokens, None), device=CPU, dtype=torch.float32)
-        self.num_parameters = num_parameters(self.model)
+        self.num_parameters = self.model.num_parameters()
 
     def _sums(self) -> list[dict[str, Any]]:
         """Return 256 two-digit sums as the built-in model, which has no chat template, reads them."""

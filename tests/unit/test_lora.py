@@ -25,8 +25,6 @@ from pellucid.training.common.models import (
     load_model,
     load_tokenizer,
     model_tensors,
-    num_parameters,
-    num_trainable_parameters,
     save_hf_model,
 )
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
@@ -94,9 +92,9 @@ def test_fresh_adapters_change_nothing_and_are_all_that_trains():
     assert len(trainable) == 2 * len(LINEARS) * SIZES["num_hidden_layers"]
     assert all(tensor.dtype == torch.float32 for tensor in adapter_tensors(model).values())
     sizes = [tensor.numel() for tensor in adapter_tensors(model).values()]
-    assert num_trainable_parameters(model) == sum(sizes)
-    assert num_parameters(model) == num_parameters(base) + sum(sizes)
-    assert num_trainable_parameters(base) == num_parameters(base)
+    assert model.num_parameters(only_trainable=True) == sum(sizes)
+    assert model.num_parameters() == base.num_parameters() + sum(sizes)
+    assert base.num_parameters(only_trainable=True) == base.num_parameters()
 
 
 def test_adapters_come_from_the_seed_and_leave_the_global_stream_alone():

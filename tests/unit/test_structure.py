@@ -55,7 +55,7 @@ BUDGETS = {
     ("algo",): 1220,
     ("config",): 3830,
     ("tasks", "data", "reward"): 1325,
-    ("training",): 2500,
+    ("training",): 2460,
     ("roles",): 590,
     ("rollout",): 4310,
     ("agents",): 1300,

@@ -17,7 +17,6 @@ from pellucid.training.common.models import (
     BUILTIN_FOLDER,
     load_tokenizer,
     model_tensors,
-    num_parameters,
     output_head,
     save_hf_model,
 )
@@ -86,7 +85,7 @@ def test_critic_starts_at_zero_and_comes_back_from_an_exported_folder(model_type
     plain.save_pretrained(tmp_path / "policy")
     critic = load_value_model(str(tmp_path / "policy"), device=CPU)
     assert tuple(output_head(critic).weight.shape) == (1, 32) and output_head(critic).bias is None
-    assert num_parameters(critic) == num_parameters(plain) + 32 - (0 if tied else 25 * 32)
+    assert critic.num_parameters() == plain.num_parameters() + 32 - (0 if tied else 25 * 32)
     assert not scores(critic).any()
     weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -18,7 +18,7 @@ from pellucid.config.schema.actor import ActorConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
 from pellucid.roles.mini_batches import mini_batches, on_rows, response_width, update_each
 from pellucid.roles.role import Role
-from pellucid.training.common.heads import LogProbHead, ReferenceModel
+from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.packing import sequences_of
 from pellucid.training.protocol import Progress, TokenScores, TrainingEngine, UpdateResult
 from pellucid.types import ActorUpdate, LogProbs, MiniBatch, Samples, TrainBatch
@@ -37,7 +37,7 @@ class ActorSettings:
     """The run's seed, for shuffled mini-batches and for losses that pick tokens at random."""
     compiled: bool = False
     """Let `torch.compile` fuse log-probabilities and entropies."""
-    exact_kl_to: ReferenceModel | None = None
+    exact_kl_to: TrainingEngine | None = None
     """The reference of an exact KL over the vocabulary, in the loss or in the reward."""
     bypass: AlgorithmConfig | None = None
     """Section `algorithm` in bypass mode: the old policy is the rollout policy, so the ratio that is bounded or

@@ -24,8 +24,6 @@ from pellucid.training.common.lora import base_weights, merged_tensors, state_te
 from pellucid.training.common.models import (
     autocast,
     model_tensors,
-    num_parameters,
-    num_trainable_parameters,
     output_head,
     save_hf_model,
 )
@@ -86,7 +84,7 @@ class FsdpEngine:
         self.version, self.flops = 0, 0.0
         self._writer = StagedWriter()
         self.in_hand: list[str] = []
-        self._num_parameters, self._num_trainable = num_parameters(model), num_trainable_parameters(model)
+        self._num_parameters, self._num_trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
         if optimizer is not None:
             optimizer.sharding = sharding
 
@@ -141,7 +139,8 @@ class FsdpEngine:
             with self._micro_batch(sequences, rows, inputs):
                 scores = self._run(inputs, head)
                 if rows:
-                    micro_loss = loss(rows, _scatter(scores, inputs, len(rows), results.width))
+                    padded = scores.map(partial(inputs.scatter, num_rows=len(rows), width=results.width))
+                    micro_loss = loss(rows, padded)
                 else:  # keeps the ranks' collectives in step: every weight gets a gradient, of zero
                     micro_loss = 0.0 * torch.stack([values.sum() for values in scores.results.values()]).sum()
                 self._probe.loss(micro_loss)
@@ -332,11 +331,6 @@ class FsdpEngine:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model computes."""
         return autocast(self.device, self.dtype)
-
-
-def _scatter(scores: TokenScores, inputs: ModelInput, num_rows: int, width: int) -> TokenScores:
-    """[M] results → right-padded [num_rows, width], keeping the gradient."""
-    return scores.map(lambda values: inputs.scatter(values, num_rows, width))
 
 
 class _Results:

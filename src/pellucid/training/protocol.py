@@ -132,6 +132,14 @@ class TrainingEngine(Protocol):
         """
         ...
 
+    def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
+        """Return the final hidden states [M, H] that predict the response tokens, without gradient."""
+        ...
+
+    def head_weight(self) -> torch.Tensor:
+        """Return the output head [V, H]."""
+        ...
+
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Write the asked-for parts (`model`, `optimizer`) into `folder`."""
         ...

@@ -4,7 +4,6 @@ The roles choose a head; the training engine calls it once a micro-batch and sca
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -12,24 +11,7 @@ from transformers import PreTrainedModel
 from pellucid.training.common.logprobs import token_log_probs
 from pellucid.training.common.models import output_head
 from pellucid.training.common.packing import ModelInput
-from pellucid.training.protocol import TokenScores
-
-
-class ReferenceModel(Protocol):
-    """A frozen model that can be run on a micro-batch of the policy's tokens; a training engine is one."""
-
-    @property
-    def modules(self) -> tuple[torch.nn.Module, ...]:
-        """The model, or each chunk of one that is cut into several."""
-        ...
-
-    def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
-        """Return the final hidden states [M, H] that predict the response tokens, without gradient."""
-        ...
-
-    def head_weight(self) -> torch.Tensor:
-        """Return the output head [V, H]."""
-        ...
+from pellucid.training.protocol import TokenScores, TrainingEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +23,7 @@ class LogProbHead:
     with_entropy: bool = False
     compiled: bool = False
     """Let `torch.compile` fuse the work on a chunk of logits; `compiling_pays` says on which device it is faster."""
-    reference: ReferenceModel | None = None
+    reference: TrainingEngine | None = None
     """Compute Σ_v π(v)(log π(v) − log π_ref(v)) against this model, run on the same micro-batch."""
 
     def __call__(

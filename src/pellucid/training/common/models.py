@@ -332,16 +332,6 @@ def response_ends(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote
     return eos_token_ids(generation, tokenizer)
 
 
-def num_parameters(model: PreTrainedModel) -> int:
-    """Return the number of distinct parameters; tied ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def num_trainable_parameters(model: PreTrainedModel) -> int:
-    """Return the number of distinct parameters that the optimizer moves: with LoRA those of the adapters."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 @contextmanager
 def _loading(path: str, field: str) -> Iterator[None]:
     """Read quietly, and say what is wrong with `path` in the user's terms."""
