@@ -60,7 +60,7 @@ BUDGETS = {
     ("rollout",): 4310,
     ("agents",): 1300,
     ("ranks",): 1850,
-    ("observe",): 4895,
+    ("observe",): 4845,
     ("precision",): 3400,
     ("metrics", "files"): 1300,
     ("cli", "doctor"): 1945,
