@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common import Setup, gemm_gflops, parser, report, reward_score, run_peer
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.algo.advantages import AdvantageInputs, grpo
 from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.config.schema.actor import ActorConfig

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from common import Setup, parser, report
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.algo.correction import correct
 from pellucid.config.schema.algorithm import AlgorithmConfig
 from pellucid.config.schema.rollout import SimulateMismatchConfig

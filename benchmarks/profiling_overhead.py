@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from common import Setup, parser, report
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.config.schema.profiler import GlobalProfilerConfig, ScheduleConfig
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.request import ProcessRequest, RoleRequest

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from common import Setup, gemm_gflops, parser, report, run_peer
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.rollout.requests import SamplingParams
 
 

@@ -27,17 +27,29 @@ import torch
 from safetensors import SafetensorError
 
 from pellucid import devices
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles
 from pellucid.config import RunConfig, load_config
 from pellucid.console import notice
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
 from pellucid.files.rundir import RunDir, atomic_write
-from pellucid.loading import run_tokenizer, torch_dtype
+from pellucid.loading import run_loop, run_tokenizer, torch_dtype
 from pellucid.ranks import RankFailedError
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
 from pellucid.stages import ROLE_OF, Stage
-from pellucid.types import Experience, MiniBatch, Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch, Turn
+from pellucid.types import (
+    Experience,
+    MiniBatch,
+    Outcome,
+    Prompt,
+    RewardFailure,
+    Rollout,
+    Samples,
+    Score,
+    ToolUse,
+    TrainBatch,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from pellucid.precision.sentinel import Finding
@@ -91,8 +103,8 @@ class Failure:
 
 
 _SAVED_TYPES = [
-    Experience, Failure, GenerateCall, MiniBatch, Prompt, RewardFailure, Rollout, Samples, SamplingParams, Score,
-    TrainBatch, Turn,
+    Experience, Failure, GenerateCall, MiniBatch, Outcome, Prompt, RewardFailure, Rollout, Samples, SamplingParams,
+    Score, ToolUse, TrainBatch, Turn,
 ]  # fmt: skip
 """All that `failure.pt` is made of beside tensors and plain values; nothing else is ever unpickled."""
 
@@ -250,7 +262,9 @@ def run_again(config: RunConfig, roles: Roles, failure: Failure, on_done: Callab
     stage, given = failure.stage, failure.given
     if isinstance(given, GenerateCall):
         engine = roles.engine_of(stage)
-        sample_rollouts(engine, given.prompts, given.params, stream=given.stream, on_done=on_done)
+        loop = run_loop(config, run_tokenizer(config))
+        sample_rollouts(engine, given.prompts, given.params, stream=given.stream, on_done=on_done, loop=loop)
+        loop.close()
         return
     role = roles.named(ROLE_OF[stage])
     if failure.mini_batch is not None:

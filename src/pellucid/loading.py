@@ -5,11 +5,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pellucid.agents.llm import SINGLE_TURN, AgentLoop
+from pellucid.agents.loops import make_loop
 from pellucid.config import RunConfig
 from pellucid.config.schema.critic import CriticModelConfig
 from pellucid.config.schema.model import ModelConfig
+from pellucid.data.prompts import uses_template
 from pellucid.training.common.lora import add_lora
-from pellucid.training.common.models import load_model, load_tokenizer, model_folder
+from pellucid.training.common.models import load_model, load_tokenizer, model_folder, response_ends
 from pellucid.training.common.value_models import load_value_model
 
 
@@ -17,6 +20,19 @@ def run_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the config's model section."""
     model = config.actor_rollout_ref.model
     return load_tokenizer(model.tokenizer_path or model_folder(model.path), trust_remote_code=model.trust_remote_code)
+
+
+def run_loop(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> AgentLoop:
+    """Return the agent that the config asks for, with its tools.
+
+    Raises:
+        UserError: it cannot be loaded, or does not go with the model's chat template.
+    """
+    model, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.agent
+    if section.name == "single_turn":
+        return SINGLE_TURN
+    ends = response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
+    return make_loop(section, tokenizer, ends, templated=uses_template(tokenizer, config.data.chat_template))
 
 
 def load_policy(config: RunConfig, device: torch.device, *, adapters: bool = True) -> PreTrainedModel:

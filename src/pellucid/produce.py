@@ -7,7 +7,7 @@ from itertools import count
 
 import torch
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.algo.catalog import estimator_entry
 from pellucid.config.schema.rollout import RolloutConfig, ValSamplingConfig
 from pellucid.errors import UserError
@@ -63,7 +63,8 @@ def batch(
     """
     needs = estimator_entry(run.config.algorithm.adv_estimator).needs
     components = _components(run, scores) if "reward_components" in needs else None
-    return Samples.pad(rollouts, scores, greedy_scores=greedy_scores, reward_components=components)
+    by_turn = run.config.actor_rollout_ref.rollout.agent.reward_at == "turn"
+    return Samples.pad(rollouts, scores, by_turn=by_turn, greedy_scores=greedy_scores, reward_components=components)
 
 
 def _collect(run: Run, step: int) -> tuple[list[Scored], dict[str, float]]:
@@ -126,7 +127,35 @@ def sample_metrics(samples: Samples) -> dict[str, float]:
         | spread("critic/score", rewards)
         | spread("response_length", lengths)
         | spread("prompt_length", prompts)
+        | _agent_metrics(samples.rollouts)
     )
+
+
+def _agent_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return what trajectories of several turns were made of; nothing where each is one answer."""
+    if all(len(rollout.turns) == 1 and not rollout.turns[0].tool_calls for rollout in rollouts):
+        return {}
+    calls = [[use for turn in rollout.turns for use in turn.tool_calls] for rollout in rollouts]
+    every, given = [use for uses in calls for use in uses], [len(one.token_ids) - one.num_sampled for one in rollouts]
+    each = {
+        "agent/turns": [float(len(rollout.turns)) for rollout in rollouts],
+        "agent/tool_calls": [float(len(uses)) for uses in calls],
+        "agent/tool_s": [sum(use.seconds for use in uses) for uses in calls],
+    }
+    shares = {
+        "agent/tool_failures": sum(bool(use.failure) for use in every) / max(len(every), 1),
+        "agent/given_tokens_share": sum(given) / max(sum(len(one.token_ids) for one in rollouts), 1),
+        "agent/failed_share": sum(bool(one.outcome.failure) for one in rollouts) / len(rollouts),
+        "agent/max_turns_share": sum(one.finish_reason == "max_turns" for one in rollouts) / len(rollouts),
+    }
+    for name in sorted({use.name for use in every if use.failure != "unknown_tool"}):
+        of_tool = [use for use in every if use.name == name]
+        shares |= {
+            f"agent/{name}/calls": len(of_tool) / len(rollouts),
+            f"agent/{name}/failures": sum(bool(use.failure) for use in of_tool) / len(of_tool),
+            f"agent/{name}/s": sum(use.seconds for use in of_tool) / len(of_tool),
+        }
+    return shares | {name: v for key, values in each.items() for name, v in spread(key, torch.tensor(values)).items()}
 
 
 def _generate(
@@ -139,7 +168,7 @@ def _generate(
     params = sampling_params(run.config.actor_rollout_ref.rollout, chosen)
     call = GenerateCall(prompts, params, stream)
     with run.stage(Stage.ROLLOUT_GENERATE, step, len(prompts) * params.n, call) as advance:
-        return sample_rollouts(run.rollout_engine, prompts, params, stream=stream, on_done=advance)
+        return sample_rollouts(run.rollout_engine, prompts, params, stream=stream, on_done=advance, loop=run.loop)
 
 
 def _groups(scored: list[Scored]) -> list[list[Scored]]:

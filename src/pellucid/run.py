@@ -15,6 +15,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from pellucid import devices
+from pellucid.agents.llm import AgentLoop
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.kl import KLControl
 from pellucid.algo.policy_loss import PolicyLoss
@@ -26,7 +27,7 @@ from pellucid.data import PromptLoader, build_prompts
 from pellucid.failures import Given, failure_kept
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
-from pellucid.loading import run_tokenizer
+from pellucid.loading import run_loop, run_tokenizer
 from pellucid.metrics.display import StepDisplay
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.captures import RunProfiler, controller_request
@@ -59,6 +60,8 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     token_pieces: TokenPieces
     """What token ids look like, for the rollout dump."""
+    loop: AgentLoop
+    """The agent that makes trajectories."""
     loader: PromptLoader
     val_prompts: list[Prompt]
     rewards: Rewards
@@ -131,6 +134,7 @@ class Run:
             parts.callback(self.placement.close)
             parts.callback(self.profiler.process.flush)
             parts.callback(self.tracks.close)
+            parts.callback(self.loop.close)
 
 
 @dataclass
@@ -138,6 +142,7 @@ class Inputs:
     """What a run reads, checked before any model is touched."""
 
     tokenizer: PreTrainedTokenizerBase
+    loop: AgentLoop
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     scorer: Scorer
@@ -145,14 +150,14 @@ class Inputs:
     estimator: Estimator
 
 
-ReadPrompts = Callable[[RunConfig, PreTrainedTokenizerBase, Literal["train", "val"]], list[Prompt]]
+ReadPrompts = Callable[[RunConfig, PreTrainedTokenizerBase, Literal["train", "val"], AgentLoop], list[Prompt]]
 
 
 def read_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"]
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"], loop: AgentLoop
 ) -> list[Prompt]:
     """Return the prompts of a split, and print what was read."""
-    read = build_prompts(config.data, tokenizer, split)
+    read = build_prompts(config.data, tokenizer, split, tools=loop.schemas, keep_messages=loop.has_turns)
     console.print(f"{'train' if split == 'train' else 'validation'} data: {read.describe()}", markup=False)
     return read.prompts
 
@@ -168,9 +173,10 @@ def load_inputs(config: RunConfig, read: ReadPrompts = read_prompts) -> Inputs:
     reward, function = config.reward_model, config.reward_model.custom_reward_function
     scorer = make_scorer(function.path, function.name, reward.reward_num_workers, reward.reward_timeout_s)
     estimator, policy_loss = choose_estimator(config), choose_policy_loss(config)
-    train = read(config, tokenizer, "train")
-    val = read(config, tokenizer, "val") if config.data.val_files else []
-    return Inputs(tokenizer, train, val, scorer, policy_loss, estimator)
+    loop = run_loop(config, tokenizer)
+    train = read(config, tokenizer, "train", loop)
+    val = read(config, tokenizer, "val", loop) if config.data.val_files else []
+    return Inputs(tokenizer, loop, train, val, scorer, policy_loss, estimator)
 
 
 def print_plan(config: RunConfig, num_train_prompts: int) -> None:
@@ -225,6 +231,7 @@ def build_run(
         placement=placement,
         tokenizer=inputs.tokenizer,
         token_pieces=TokenPieces(inputs.tokenizer),
+        loop=inputs.loop,
         loader=loader,
         val_prompts=inputs.val_prompts,
         rewards=rewards,

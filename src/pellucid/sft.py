@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pellucid.agents.llm import AgentLoop
 from pellucid.config import RunConfig, SftConfig
 from pellucid.config.schema.actor import ActorConfig, CheckpointConfig, PolicyLossConfig
 from pellucid.config.schema.data import DataConfig, SourceConfig
@@ -81,7 +82,9 @@ def load_sft_inputs(config: SftConfig, run: RunConfig) -> Inputs:
     return inputs
 
 
-def load_examples(run: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"]) -> list[Prompt]:
+def load_examples(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "val"], _: AgentLoop
+) -> list[Prompt]:
     """Read the rows of a split; `extra["response_ids"]` of each holds the answer's tokens, end-of-text included.
 
     Raises:

@@ -20,14 +20,21 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pellucid.agents.single_turn import Sample, answer
+from pellucid.agents.llm import Sample
 from pellucid.errors import UserError
 from pellucid.files.journal import Journal
 from pellucid.files.json_lines import write_lines
-from pellucid.files.trajectories import read_rollout, read_score, rollout_record, score_record
+from pellucid.files.trajectories import (
+    read_rollout,
+    read_score,
+    read_turn,
+    rollout_record,
+    score_record,
+    turn_record,
+)
 from pellucid.produce import batch, has_spread, num_tokens, sample_metrics, sampling_params
 from pellucid.reward.scorer import require_scores
-from pellucid.rollout.requests import Completion, PauseMode, Request, RolloutEngine
+from pellucid.rollout.requests import Completion, PauseMode, Request, RolloutEngine, Trajectory
 from pellucid.run import Run
 from pellucid.run_state import progress_kept
 from pellucid.schedules import AHEAD_FILE, Job, Produced, Schedule, overlap_metrics, read_ahead
@@ -77,6 +84,10 @@ class _Valve:
             return await self._engine.generate(request)
         finally:
             self._count(-1)
+
+    async def release(self, trajectory: Trajectory) -> None:
+        """Forget the cache kept for a trajectory."""
+        await self._engine.release(trajectory)
 
     def _count(self, change: int) -> None:
         self.take_busy_s(forget=False)
@@ -194,7 +205,7 @@ class Stream(Schedule):
 
         async def sample(each: Sample) -> None:
             if each.sample not in group.rollouts:
-                rollout = await answer(self._valve, each, self._params, self._progress)
+                rollout = await self._run.loop.roll_out(self._valve, each, self._params, self._progress)
                 group.rollouts[each.sample] = rollout
                 self._journal.note(group.number, rollout)
                 self._num_unanswered -= 1
@@ -376,7 +387,7 @@ class Stream(Schedule):
 
 def _oldest(rollouts: Iterable[Rollout]) -> int:
     """Return the version that drew the oldest token."""
-    return min(version for one in rollouts for version in one.versions if version >= 0)
+    return min((version for one in rollouts for version in one.versions if version >= 0), default=0)
 
 
 def _group_record(group: Group) -> dict[str, Any]:
@@ -389,7 +400,8 @@ def _group_record(group: Group) -> dict[str, Any]:
         "version": group.version,
         "num_samples": len(group.samples),
         "begun": [
-            {"sample": each.sample, "seconds": each.seconds} | {name: list(getattr(each, name)) for name in _DRAWN}
+            {"sample": each.sample, "seconds": each.seconds, "turns": [turn_record(turn) for turn in each.turns]}
+            | {name: list(getattr(each, name)) for name in _DRAWN}
             for each in begun
         ],
         "rollouts": [rollout_record(rollout) for rollout in group.rollouts.values()],
@@ -401,6 +413,8 @@ def _group_record(group: Group) -> dict[str, Any]:
 def _read_group(record: dict[str, Any], prompt: Prompt) -> Group:
     """Return the group that `_group_record` described."""
     stream, begun = ("rollout", record["number"]), {each["sample"]: each for each in record["begun"]}
+    for each in begun.values():
+        each["turns"] = [read_turn(turn) for turn in each["turns"]]
     samples = [
         Sample(prompt, stream=stream, **begun.get(index, {"sample": index})) for index in range(record["num_samples"])
     ]

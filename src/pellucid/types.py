@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 FailureKind = Literal["exception", "timeout", "wrong_type"]
-FinishReason = Literal["stop", "length", "max_turns", "tool_failed", "aborted"]
+FinishReason = Literal["stop", "length", "max_turns", "tool_failed", "agent_failed", "timeout", "aborted"]
 
 
 @dataclass(slots=True)
@@ -49,10 +49,24 @@ class Prompt:
     """Which task or data source the row belongs to: metric group and verifier."""
     answer: Any = None
     """Ground truth handed to the reward; None when the reward needs none."""
-    messages: list[dict[str, str]] | None = None
-    """The raw chat, kept only with `data.return_raw_chat`."""
+    messages: list[dict[str, Any]] | None = None
+    """The raw chat, kept only with `data.return_raw_chat` and for agents that go on with it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The row's other columns, handed to the reward function."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a turn made of a tool, or of an environment, whose name is then `environment`."""
+
+    name: str
+    arguments: str
+    """As JSON, or as the policy wrote them."""
+    result: str
+    """The text that was given back."""
+    seconds: float = field(default=0.0, compare=False)
+    failure: str = ""
+    """Its kind, where it did not do what was asked: malformed, unknown_tool, error, timeout, infrastructure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +80,22 @@ class Turn:
     finish_reason: FinishReason
     seconds: float = field(default=0.0, compare=False)
     """Wall time from request to answer."""
-    tool_calls: tuple[str, ...] = ()
-    """Names of the tools that the turn called."""
+    tool_calls: tuple[ToolUse, ...] = ()
+    """What it called, in order."""
+    reward: float | None = None
+    """What an environment gave for it; None where rewards are for whole trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent says of its trajectory when it has ended."""
+
+    rewards: dict[str, float] | None = None
+    """Rewards by name, whose sum is the trajectory's; None where a verifier or reward function is to score it."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """More that is worth knowing of it: goes into the rollout dump, and to the reward function."""
+    failure: str = ""
+    """Why it is worth nothing to learn from, e.g. a tool that could not run; such a sample is masked out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +120,8 @@ class Rollout:
     turns: tuple[Turn, ...]
     finish_reason: FinishReason
     text: str = ""
-    """Decoded response without special tokens."""
+    """Decoded response without special tokens; of several turns the last one."""
+    outcome: Outcome = Outcome()
 
     @classmethod
     def single_turn(
@@ -165,12 +194,15 @@ class Samples:
     """[B, K] float32 named parts of the reward; None where the estimator needs none."""
 
     @classmethod
-    def pad(cls, rollouts: list[Rollout], scores: list[Score], **baselines: torch.Tensor | None) -> Samples:
+    def pad(
+        cls, rollouts: list[Rollout], scores: list[Score], *, by_turn: bool = False, **baselines: torch.Tensor | None
+    ) -> Samples:
         """Pad `rollouts` to [B, T]; rows whose reward failed are masked out.
 
         Args:
             rollouts: the samples, group by group.
             scores: one a rollout.
+            by_turn: whether rewards of turns sit on the last tokens of these, and not together on the sample's.
             baselines: `greedy_scores` and `reward_components`, where the advantage estimator needs them.
         """
         import torch
@@ -186,7 +218,11 @@ class Samples:
             logp_BT[row, :length] = rollout.logprobs
             if score.failure is None and rollout.num_sampled:
                 mask_BT[row, :length] = rollout.sampled
-                rewards[row, max(turn.end for turn in rollout.turns) - 1] = score.reward or 0.0
+                own = [(turn.end - 1, turn.reward) for turn in rollout.turns if by_turn and turn.reward is not None]
+                for place, reward in own:
+                    rewards[row, place] = reward
+                last = max(turn.end for turn in rollout.turns) - 1
+                rewards[row, last] += (score.reward or 0.0) - sum(reward for _, reward in own)
         return cls(rollouts, scores, mask, logp, rewards, group, **baselines)
 
     def __len__(self) -> int:

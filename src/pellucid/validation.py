@@ -6,7 +6,7 @@ Used by the loop before, during and after training, and by `pellucid eval`.
 from collections import defaultdict
 from collections.abc import Callable
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import SINGLE_TURN, AgentLoop, sample_rollouts
 from pellucid.console import notice
 from pellucid.failures import GenerateCall
 from pellucid.produce import sampling_params
@@ -33,6 +33,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
             params,
             batch_size=run.config.data.val_batch_size,
             on_done=advance,
+            loop=run.loop,
         )
     return validation_metrics(rollouts, scores, with_accuracy=bool(run.config.reward_model.rule_weight))
 
@@ -45,13 +46,15 @@ def answer(
     *,
     batch_size: int | None,
     on_done: Callable[[int], None] | None = None,
+    loop: AgentLoop = SINGLE_TURN,
 ) -> tuple[list[Rollout], list[Score]]:
     """Return rollouts for `prompts` and their scores, generated `batch_size` prompts at a time (None: all at once)."""
     rollouts: list[Rollout] = []
     scores: list[Score] = []
     size = batch_size or max(len(prompts), 1)
     for start in range(0, len(prompts), size):
-        batch = sample_rollouts(engine, prompts[start : start + size], params, stream=STREAM, on_done=on_done)
+        part = prompts[start : start + size]
+        batch = sample_rollouts(engine, part, params, stream=STREAM, on_done=on_done, loop=loop)
         scores += score(batch)
         rollouts += batch
     return rollouts, scores

@@ -22,7 +22,9 @@ import torch
 from tiny import CPU, EOS, VOCABULARY
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.chat import Chat
+from pellucid.agents.llm import AgentLoop, sample_rollouts
+from pellucid.agents.loops import in_environment
 from pellucid.errors import NonFiniteError
 from pellucid.rollout.collective import Broadcaster
 from pellucid.rollout.replicas import ReplicaSet
@@ -267,6 +269,48 @@ def test_a_stream_gives_the_same_tokens_again_and_another_one_others(pair):
     )
     assert first == again != other
     assert len({tuple(tokens) for tokens in first[:4]}) > 1, "samples of a group differ"
+
+
+# --- trajectories of several turns ------------------------------------------------------------------------------------
+
+
+class Echo:
+    """An environment that gives back what was said, and then ends."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.left = 3
+
+    def reset(self) -> str:
+        return "(2)"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.left -= 1
+        return f"{text[:3]}+", float(len(text)), not self.left
+
+
+CHAT = Chat(TOKENIZER, [EOS], templated=False)
+ECHO = AgentLoop(in_environment(Echo), "echo", CHAT, max_turns=4)
+
+
+def test_every_turn_of_a_trajectory_is_scored_as_the_trainer_scores_all_of_it(each_pair):
+    params = SamplingParams(n=2, max_tokens=60)
+    rollouts = sample_rollouts(each_pair.engine, some_prompts(), params, stream=STREAM, loop=ECHO)
+    scores = each_pair.actor.forward(sequences_of(rollouts), LogProbHead(1.0))
+    assert {len(rollout.turns) for rollout in rollouts} >= {3}
+    for row, rollout in enumerate(rollouts):
+        said = TOKENIZER.encode("(2)")
+        for turn in rollout.turns:
+            start = turn.start - len(said)
+            assert list(rollout.token_ids[start : turn.start]) == said
+            assert not any(rollout.sampled[start : turn.start]) and all(rollout.sampled[turn.start : turn.end])
+            assert list(rollout.versions[start : turn.end]) == [-1] * len(said) + [1] * (turn.end - turn.start)
+            expected = scores.logp[row, turn.start : turn.end].tolist()
+            assert list(rollout.logprobs[turn.start : turn.end]) == pytest.approx(expected, abs=1e-4)
+            if turn.tool_calls:  # of a turn that the limit of tokens has ended, too
+                said = TOKENIZER.encode(turn.tool_calls[0].result)
+        ended = {"stop"} if len(rollout.turns) == 3 else {"length"}
+        assert rollout.finish_reason in ended | {rollout.turns[-1].finish_reason}
+        assert rollout.outcome.rewards == {"environment": sum(turn.reward for turn in rollout.turns)}
 
 
 # --- where a response ends --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, CPU, tiny_model
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.config.schema.profiler import GlobalProfilerConfig, GlobalToolConfig, PrecisionDebuggerConfig
 from pellucid.observe.manifest import read_journals
 from pellucid.observe.process import ProcessProfiler, ProfilerError

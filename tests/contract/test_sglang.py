@@ -40,7 +40,7 @@ from engine_cases import (
 )
 from tiny import EOS
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.errors import RunFailedError, UserError
 from pellucid.rollout.inference import InferenceRolloutEngine
 from pellucid.rollout.requests import run_sync

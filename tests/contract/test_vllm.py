@@ -32,7 +32,7 @@ from engine_cases import (
 )
 from tiny import EOS
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.config.schema.model import ModelConfig
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.errors import UserError

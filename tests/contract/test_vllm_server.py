@@ -41,7 +41,7 @@ from engine_cases import (
 )
 from tiny import EOS
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.errors import RunFailedError, UserError
 from pellucid.rollout import inference

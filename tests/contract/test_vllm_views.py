@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from engine_cases import LONG, STREAM, TOKENIZER, Pair, replicated, some_prompts, trainer_of
 from tiny import EOS
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.config.schema.profiler import GlobalProfilerConfig, ScheduleConfig
 from pellucid.observe.manifest import read_journals
 from pellucid.observe.process import ProcessProfiler

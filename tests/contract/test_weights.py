@@ -11,7 +11,7 @@ import torch
 import xxhash
 from tiny import CPU, EOS, tiny_model
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy, GatheredPolicy
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync

@@ -210,7 +210,7 @@ OVERLAPPED = """
 import json, sys, threading
 from pathlib import Path
 import torch
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.config import load_config
 from pellucid.files.rundir import RunDir
 from pellucid.metrics.trackers import Trackers

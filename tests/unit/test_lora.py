@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.rollout.native import NativeRolloutEngine, packed_linear
 from pellucid.rollout.native.packed_linear import PackedLinears

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.config.schema.rollout import SimulateMismatchConfig
 from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
 from pellucid.rollout.native.cache import KVCache

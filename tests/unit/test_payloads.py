@@ -14,7 +14,18 @@ from pellucid.failures import Failure, read_failure, save_failure
 from pellucid.learn import staleness_metrics
 from pellucid.produce import num_tokens, sample_metrics
 from pellucid.stages import Stage
-from pellucid.types import Experience, MiniBatch, Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch, Turn
+from pellucid.types import (
+    Experience,
+    MiniBatch,
+    Prompt,
+    RewardFailure,
+    Rollout,
+    Samples,
+    Score,
+    ToolUse,
+    TrainBatch,
+    Turn,
+)
 
 ONE, TWO = (
     Prompt("p:1", [3, 4], "one", "task", answer="5"),
@@ -24,7 +35,7 @@ ROLLOUTS = [
     Rollout.single_turn(ONE, 0, [8, 1], [-0.5, -0.25], [3, 3], "stop", "a"),
     Rollout(
         ONE, 1, [9, 7, 7, 1], [True, False, False, True], [-2.0, 0.0, 0.0, -0.5], [2, -1, -1, 3],
-        (Turn(0, 1, "stop", 0.5, ("search",)), Turn(3, 4, "stop")), "stop", "b",
+        (Turn(0, 1, "stop", 0.5, (ToolUse("search", "{}", "7 7", 0.2),)), Turn(3, 4, "stop")), "stop", "b",
     ),
     Rollout(TWO, 0, [6, 7, 7], [True, False, False], [-1.0, 0.0, 0.0], [3, -1, -1], (Turn(0, 1, "length"),), "length", "c"),
     Rollout(TWO, 1, [7, 6], [False, True], [0.0, -0.25], [-1, 3], (Turn(1, 2, "stop"),), "stop", "d"),

@@ -17,7 +17,8 @@ from pellucid.cli import rollouts as command
 from pellucid.errors import UserError
 from pellucid.files.rollout_dump import logp_gaps, read_rollouts, write_rollouts
 from pellucid.files.rundir import RunDir
-from pellucid.types import Prompt, RewardFailure, Rollout, Score, Turn
+from pellucid.files.trajectories import read_turn
+from pellucid.types import Prompt, RewardFailure, Rollout, Score, ToolUse, Turn
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -28,7 +29,7 @@ def turns_of(sampled: list[bool]) -> tuple[Turn, ...]:
     for drawn, run in groupby(sampled):
         end = start + len(list(run))
         if drawn:
-            turns.append(Turn(start, end, "stop", 0.5, ("search",)))
+            turns.append(Turn(start, end, "stop", 0.5, (ToolUse("search", "{}", "7 7", 0.2),)))
         start = end
     return tuple(turns)
 
@@ -90,7 +91,7 @@ def test_round_trip(tmp_path, data, scored, step):
             assert "sampled" not in record and "turns" not in record
         else:
             assert record["sampled"] == [int(drawn) for drawn in rollout.sampled]
-            turns = [Turn(**{**turn, "tool_calls": tuple(turn["tool_calls"])}) for turn in record["turns"]]
+            turns = [read_turn(turn) for turn in record["turns"]]
             assert tuple(turns) == rollout.turns
 
 

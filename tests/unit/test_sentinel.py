@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pellucid.agents.single_turn import sample_rollouts
+from pellucid.agents.llm import sample_rollouts
 from pellucid.errors import NonFiniteError
 from pellucid.failures import Failure, _locate, _told
 from pellucid.precision.sentinel import HEAD as HEAD_PLACE

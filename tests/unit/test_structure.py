@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "roles": {"errors", "types", "seeding", "plugins", "training", "algo", "config.schema"},
     # training: the native engine runs on the actor's own model
     "rollout": {"errors", "types", "seeding", "process_guard", "training", "stages", "config.schema"},
-    "agents": BASE | {"tasks", "rollout"},
+    "agents": BASE | {"tasks", "rollout", "config.schema"},
     "ranks": BASE | ROOMS | RUN,
     "doctor": BASE | ROOMS | RUN,
     "cli": BASE | ROOMS | RUN | {"doctor"},
@@ -50,11 +50,11 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 2900,
-    tuple(sorted(BASE)): 955,
+    ("loop", *sorted(RUN - {"loop"})): 3000,
+    tuple(sorted(BASE)): 990,
     ("algo",): 1220,
-    ("config",): 3830,
-    ("tasks", "data", "reward"): 1325,
+    ("config",): 3900,
+    ("tasks", "data", "reward"): 1410,
     ("training",): 2460,
     ("roles",): 590,
     ("rollout",): 4310,
@@ -62,14 +62,14 @@ BUDGETS = {
     ("ranks",): 1850,
     ("observe",): 4845,
     ("precision",): 3400,
-    ("metrics", "files"): 1300,
+    ("metrics", "files"): 1330,
     ("cli", "doctor"): 1945,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 32_000
+MAX_LINES = 33_000
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

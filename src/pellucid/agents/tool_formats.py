@@ -85,7 +85,7 @@ def parse_with_template(
         first_id: as of `parse`.
     """
     try:
-        message = tokenizer.parse_response(text, prefix=prefix)
+        message: Any = tokenizer.parse_response(text, prefix=prefix)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return text, [_call(_Malformed(f"is malformed ({error})"), f"call{first_id:05d}", "the system prompt says")]
     values = [call.get("function", call) for call in message.get("tool_calls") or []]
@@ -194,7 +194,5 @@ FORMATS = {
     "llama3": ToolFormat(
         _find_llama3, '{"name": "…", "parameters": {…}}', marks=("<|start_header_id|>", '"parameters": ')
     ),
-    "mistral": ToolFormat(
-        _find_mistral, '[TOOL_CALLS][{"name": "…", "arguments": {…}}]', marks=("[TOOL_CALLS]",)
-    ),
+    "mistral": ToolFormat(_find_mistral, '[TOOL_CALLS][{"name": "…", "arguments": {…}}]', marks=("[TOOL_CALLS]",)),
 }

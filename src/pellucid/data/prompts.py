@@ -5,7 +5,7 @@ A prompt column holds text or a chat (`[{"role": ..., "content": ...}]`); verl's
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +40,14 @@ class PromptSet:
         return rows + (dropped if self.num_dropped else "")
 
 
-def build_prompts(config: DataConfig, tokenizer: Any, split: Literal["train", "val"]) -> PromptSet:
+def build_prompts(
+    config: DataConfig,
+    tokenizer: Any,
+    split: Literal["train", "val"],
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    keep_messages: bool = False,
+) -> PromptSet:
     """Read, template, tokenise and filter the rows of `data.train_files` or `data.val_files`.
 
     A row's columns other than prompt, answer and data source become `Prompt.extra` (the dictionary of an `extra_info`
@@ -52,6 +59,8 @@ def build_prompts(config: DataConfig, tokenizer: Any, split: Literal["train", "v
         config: the `data` section.
         tokenizer: a transformers tokenizer.
         split: which files to read.
+        tools: schemas of functions that the chat template tells the model of.
+        keep_messages: keep the chat with each prompt, also without `data.return_raw_chat`.
 
     Raises:
         UserError: a missing column, a prompt over the limit (with `truncation: error` and the filter off), an empty
@@ -62,7 +71,10 @@ def build_prompts(config: DataConfig, tokenizer: Any, split: Literal["train", "v
     starts = range(0, len(rows), _CHUNK)
 
     def encode(start: int) -> list[Prompt]:
-        return _encode_chunk(rows[start : start + _CHUNK], start, config, tokenizer, split)
+        encoded = _encode_chunk(rows[start : start + _CHUNK], start, config, tokenizer, split, list(tools))
+        for prompt in () if keep_messages or config.return_raw_chat else encoded:
+            prompt.messages = None
+        return encoded
 
     if config.dataloader_num_workers:
         with ThreadPoolExecutor(config.dataloader_num_workers) as executor:
@@ -81,7 +93,7 @@ def build_prompts(config: DataConfig, tokenizer: Any, split: Literal["train", "v
     return result
 
 
-def _uses_template(tokenizer: Any, chat_template: str) -> bool:
+def uses_template(tokenizer: Any, chat_template: str) -> bool:
     """Tell whether prompts get the tokenizer's chat template (`auto`: when it has one)."""
     if chat_template == "always" and not tokenizer.chat_template:
         reason = "is 'always', but the tokenizer has no chat template."
@@ -90,7 +102,11 @@ def _uses_template(tokenizer: Any, chat_template: str) -> bool:
 
 
 def _render(
-    prompt: str | list[dict[str, Any]], tokenizer: Any, templated: bool, system_prompt: str | None
+    prompt: str | list[dict[str, Any]],
+    tokenizer: Any,
+    templated: bool,
+    system_prompt: str | None,
+    tools: list[dict[str, Any]],
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return the text that the model continues, and the messages behind it.
 
@@ -104,7 +120,8 @@ def _render(
     if system_prompt and all(message["role"] != "system" for message in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if templated:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), messages
+        text = tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True, tokenize=False)
+        return text, messages
     if system_prompt:
         reason = "is set, but the prompts go without a chat template."
         raise UserError("data.system_prompt", reason, "Remove it, or use a tokenizer with a chat template.")
@@ -145,10 +162,15 @@ def _read_rows(config: DataConfig, tokenizer: Any, split: str, field: str) -> li
 
 
 def _encode_chunk(
-    rows: list[dict[str, Any]], start: int, config: DataConfig, tokenizer: Any, split: str
+    rows: list[dict[str, Any]],
+    start: int,
+    config: DataConfig,
+    tokenizer: Any,
+    split: str,
+    tools: list[dict[str, Any]],
 ) -> list[Prompt]:
     """Return the prompts of `rows`, the first of which is row `start` of the split."""
-    field, templated = f"data.{split}_files", _uses_template(tokenizer, config.chat_template)
+    field, templated = f"data.{split}_files", uses_template(tokenizer, config.chat_template)
     prompts: list[Prompt] = []
     for index, row in enumerate(rows, start):
         for key, used in (("prompt_key", config.prompt_key), ("reward_fn_key", config.reward_fn_key)):
@@ -156,13 +178,11 @@ def _encode_chunk(
                 raise _missing_column(f"data.{key}", used, row, f"row {index} of {field}")
         columns = dict(row)
         task = str(columns.pop(config.reward_fn_key))
-        text, messages = _render(columns.pop(config.prompt_key), tokenizer, templated, config.system_prompt)
+        text, messages = _render(columns.pop(config.prompt_key), tokenizer, templated, config.system_prompt, tools)
         answer = _take_answer(columns, config.answer_key, f"row {index} of {field}")
         extra_info = columns.pop("extra_info", None) or {}
-        prompt = Prompt(f"{task}:{split}:{index}", [], text, task, answer, extra={**columns, **extra_info})
-        if config.return_raw_chat:
-            prompt.messages = messages
-        prompts.append(prompt)
+        uid, extra = f"{task}:{split}:{index}", {**columns, **extra_info}
+        prompts.append(Prompt(uid, [], text, task, answer, messages, extra))
     # As they are where a template wrote them, else with the special tokens of the tokenizer.
     encoded = tokenizer([prompt.text for prompt in prompts], add_special_tokens=not templated).input_ids
     for index, (prompt, ids) in enumerate(zip(prompts, encoded), start):

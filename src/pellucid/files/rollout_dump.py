@@ -97,6 +97,7 @@ def _record(rollout: Rollout, score: Score, step: int) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "reward": score.reward, "reward_parts": score.parts,
         "failure": None if score.failure is None else dataclasses.asdict(score.failure),
+        **rollout.outcome.columns,
         "rollout_logprobs": list(rollout.logprobs),
         **({"policy_version": versions[0]} if len(set(versions)) == 1 else {"policy_versions": versions}),
     }  # fmt: skip

@@ -9,22 +9,35 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pellucid.types import Prompt, RewardFailure, Rollout, Score, Turn
+from pellucid.types import Outcome, Prompt, RewardFailure, Rollout, Score, ToolUse, Turn
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """Return all of a rollout but its prompt, as plain JSON values."""
     sequences = {name: list(values) for name, values in rollout.sequences().items()}
-    turns = [dataclasses.asdict(turn) for turn in rollout.turns]
     return sequences | {
-        "sample": rollout.sample, "turns": turns, "finish_reason": rollout.finish_reason, "text": rollout.text,
-    }  # fmt: skip
+        "sample": rollout.sample,
+        "turns": [turn_record(turn) for turn in rollout.turns],
+        "finish_reason": rollout.finish_reason,
+        "text": rollout.text,
+        "outcome": dataclasses.asdict(rollout.outcome),
+    }
 
 
 def read_rollout(record: dict[str, Any], prompt: Prompt) -> Rollout:
     """Return the rollout of `prompt` that `rollout_record` described."""
-    turns = tuple(Turn(**turn | {"tool_calls": tuple(turn["tool_calls"])}) for turn in record.pop("turns"))
-    return Rollout(prompt, turns=turns, **record)
+    turns, outcome = tuple(map(read_turn, record.pop("turns"))), Outcome(**record.pop("outcome"))
+    return Rollout(prompt, turns=turns, outcome=outcome, **record)
+
+
+def turn_record(turn: Turn) -> dict[str, Any]:
+    """Return a turn as plain JSON values."""
+    return dataclasses.asdict(turn)
+
+
+def read_turn(record: dict[str, Any]) -> Turn:
+    """Return the turn that `turn_record` described."""
+    return Turn(**dict(record, tool_calls=tuple(ToolUse(**use) for use in record["tool_calls"])))
 
 
 def score_record(score: Score) -> dict[str, Any]:

@@ -51,6 +51,17 @@ critic/lr | 1 | The critic's learning rate of the step.
 
 plugin/<name> | as defined there | A metric of a user's own loss.
 
+agent/turns/* | turns | turns of the policy in a trajectory.
+agent/tool_calls/* | calls | calls of tools, or steps of an environment, in a trajectory.
+agent/tool_s/* | s | time of a trajectory in tools or an environment, calls beside each other added up.
+agent/tool_failures | fraction | Calls that did not do what was asked: malformed, unknown, failed or timed out.
+agent/given_tokens_share | fraction | Tokens after the prompt that the policy did not draw.
+agent/failed_share | fraction | Trajectories that were masked out for a tool, agent or time limit.
+agent/max_turns_share | fraction | Trajectories ended by the limit of turns or calls.
+agent/<name>/calls | calls | Mean number of calls of that tool in a trajectory.
+agent/<name>/failures | fraction | Its calls that did not do what was asked.
+agent/<name>/s | s | Its mean time of a call.
+
 response_length/* | tokens | response length of a sample.
 response_length/clip_ratio | fraction | Responses cut off at the length limit.
 

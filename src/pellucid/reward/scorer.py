@@ -20,7 +20,7 @@ from pebble import ProcessExpired, ProcessPool
 from pellucid.errors import UserError
 from pellucid.reward.call import FIELD, RewardCallError, call_reward, load_reward_function, start_worker
 from pellucid.tasks import get_task
-from pellucid.types import RewardFailure, Rollout, Score
+from pellucid.types import Outcome, RewardFailure, Rollout, Score
 
 _MAX_ATTEMPTS = 2
 
@@ -86,9 +86,10 @@ class Scorer:
         Raises:
             UserError: a rollout's task has no verifier and there is no custom function.
         """
+        asked = [rollout for rollout in rollouts if self._is_asked(rollout)]
         inline = {
             task: self._spec is None and self._verifier_is_inline(task)
-            for task in {rollout.prompt.task for rollout in rollouts}
+            for task in {rollout.prompt.task for rollout in asked}
         }
         metrics = no_calls()
         finished: SimpleQueue[tuple[int, int, int, Future]] = SimpleQueue()
@@ -100,8 +101,13 @@ class Scorer:
             )
 
         scores: dict[int, Score] = {}
-        for index in range(len(rollouts)):
-            start(index, 1)
+        for index, rollout in enumerate(rollouts):
+            if self._is_asked(rollout):
+                start(index, 1)
+            else:
+                scores[index] = _own_score(rollout.outcome)
+                if on_done is not None:
+                    on_done()
         while len(scores) < len(rollouts):
             index, attempt, ended_us, future = finished.get()
             score, duration_s = self._result(future, metrics)
@@ -116,6 +122,10 @@ class Scorer:
             if on_done is not None:
                 on_done()
         return [scores[index] for index in range(len(rollouts))], metrics
+
+    def _is_asked(self, rollout: Rollout) -> bool:
+        """Tell whether the reward function or verifier is to score a trajectory, and not its agent."""
+        return not rollout.outcome.failure and (self._spec is not None or rollout.outcome.rewards is None)
 
     def _verifier_is_inline(self, task: str) -> bool:
         try:
@@ -162,14 +172,24 @@ class Scorer:
         return Score(None, failure=RewardFailure("exception", f"{type(error).__name__}: {error}")), 0.0
 
 
+def _own_score(outcome: Outcome) -> Score:
+    """Return the score of a trajectory whose agent has given it rewards, or that has failed."""
+    if outcome.failure:
+        return Score(None, failure=RewardFailure("exception", outcome.failure))
+    rewards = outcome.rewards or {}
+    return Score(sum(rewards.values()), dict(rewards))
+
+
 def _arguments(rollout: Rollout) -> dict[str, Any]:
-    prompt = rollout.prompt
-    chat = {} if prompt.messages is None else {"messages": prompt.messages}
+    prompt, outcome = rollout.prompt, rollout.outcome
+    chat: dict[str, Any] = {} if prompt.messages is None else {"messages": prompt.messages}
+    if outcome.rewards is not None:
+        chat["agent_rewards"] = outcome.rewards
     return {
         "data_source": prompt.task,
         "solution_str": rollout.text,
         "ground_truth": prompt.answer,
-        "extra_info": {**prompt.extra, **chat, "uid": prompt.uid, "sample": rollout.sample},
+        "extra_info": {**prompt.extra, **outcome.columns, **chat, "uid": prompt.uid, "sample": rollout.sample},
     }
 
 

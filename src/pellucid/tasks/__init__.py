@@ -6,6 +6,7 @@
 from pellucid.errors import UserError, did_you_mean
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.gsm8k import Gsm8k
+from pellucid.tasks.guess import Guess
 from pellucid.tasks.gym import GYM_PREFIX, open_gym
 from pellucid.tasks.task import Task
 
@@ -14,6 +15,7 @@ __all__ = ["TASKS", "Task", "get_task"]
 TASKS: dict[str, Task] = {
     "arithmetic": Arithmetic(),
     "gsm8k": Gsm8k(),
+    "guess": Guess(),
     "openai/gsm8k": Gsm8k(),  # the data source name in verl's prepared parquet files
 }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pellucid.config.fields import Alias, Needs, Range, option
+from pellucid.config.schema.agent import AgentConfig
 from pellucid.config.schema.model import Dtype
 from pellucid.config.schema.profiler import ProfilerConfig
 
@@ -142,6 +143,8 @@ class RolloutConfig:
     """More arguments of the engine."""
     simulate_mismatch: SimulateMismatchConfig = option(SimulateMismatchConfig, needs=NATIVE)
     """A deliberate gap between sampling and training, to study its correction; validation is not touched."""
+    agent: AgentConfig = option(AgentConfig)
+    """What makes trajectories of prompts, in one turn or in many."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     """Sampling during validation."""
     profiler: ProfilerConfig = option(ProfilerConfig, follows=("actor_rollout_ref.actor.profiler", ProfilerConfig))
