@@ -108,11 +108,6 @@ def test_tensorboard_purges_the_steps_that_are_repeated(tmp_path):
     assert steps_of(tmp_path) == [0, 1, 2, 3]
 
 
-def test_unknown_tracker(tmp_path):
-    with pytest.raises(UserError, match="Did you mean 'tensorboard'"):
-        open_run(tmp_path, ["tensorbord"])
-
-
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
 def test_missing_package_names_the_extra(tmp_path, name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)

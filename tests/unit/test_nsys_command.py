@@ -87,7 +87,7 @@ def test_only_a_process_that_is_not_recorded_says_why(monkeypatch: pytest.Monkey
 @pytest.fixture
 def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(recording, "importer", lambda: None)
-    monkeypatch.setattr(nsys, "report_suffix", lambda: ".qdstrm")
+    monkeypatch.setattr(nsys, "importer", lambda: None)
     monkeypatch.setattr(nsys, "_numbers", count(1))
     folder = tmp_path / "profile" / "nsys-in-progress-x"
     folder.mkdir(parents=True)

@@ -35,7 +35,7 @@ def findings_of(run: Path) -> list:
 
 
 def page_of(report) -> str:
-    return page(f"Profile of {report.run.name}", report_parts(report))
+    return page(report_parts(report))
 
 
 def stage_of(report, name: str):

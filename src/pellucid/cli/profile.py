@@ -44,8 +44,7 @@ def report(
         parts = list(report_parts(build_report(directory, step=step, last_steps=last)))
     for part in parts:
         console.print(part)
-    shown = page(f"Profile of {directory.path.name}", parts)
-    write_output(html or directory.timeline / "report.html", shown, "--html", "page")
+    write_output(html or directory.timeline / "report.html", page(parts), "--html", "page")
 
 
 @app.command()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.console import notice
-from pellucid.errors import MissingExtraError, UserError, did_you_mean
+from pellucid.errors import MissingExtraError, UserError
 from pellucid.files.rundir import atomic_write
 from pellucid.metrics.definitions import check_names
 
@@ -198,12 +198,9 @@ def open_trackers(names: Iterable[str], context: TrackerContext) -> Trackers:
     """Open `metrics.jsonl` and the trackers that `trainer.logger` names; `console` is the step display's.
 
     Raises:
-        UserError: an unknown name, or (`MissingExtraError`) one whose package is not installed.
+        MissingExtraError: a tracker's package is not installed.
     """
     wanted = [name for name in dict.fromkeys(["jsonl", *names]) if name != "console"]
-    for name in wanted:
-        if name not in TRACKERS:
-            raise UserError("trainer.logger", f"'{name}' is not a tracker.", did_you_mean(name, ["console", *TRACKERS]))
     opened: dict[str, Tracker] = {}
     try:
         for name in wanted:

@@ -1,6 +1,5 @@
 """Tables and figures for people: in the terminal, and as one page that loads nothing."""
 
-import html
 import io
 from collections.abc import Iterable
 
@@ -10,13 +9,6 @@ from rich.text import Text
 
 PAGE_COLUMNS = 220
 """Width of a page, in characters."""
-_PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>{title}</title>
-<style>{{stylesheet}} body {{{{ margin: 24px; font: 13px/1.4 monospace; }}}}</style></head>
-<body><pre>{{code}}</pre></body>
-</html>
-"""
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *, num_texts: int = 1) -> Table:
@@ -32,13 +24,12 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *, 
     return shown
 
 
-def page(title: str, parts: Iterable[RenderableType]) -> str:
+def page(parts: Iterable[RenderableType]) -> str:
     """Return what the terminal would show as HTML that loads nothing."""
     shown = Console(record=True, file=io.StringIO(), width=PAGE_COLUMNS)
     for part in parts:
         shown.print(part)
-    title = html.escape(title).replace("{", "{{").replace("}", "}}")
-    return shown.export_html(code_format=_PAGE.format(title=title))
+    return shown.export_html()
 
 
 def seconds(value: float) -> str:

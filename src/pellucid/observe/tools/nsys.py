@@ -60,7 +60,9 @@ class NsysTool(Tool):
             )
         self._path = note_capture(self._recording, capture)
         if self._recording.capture_range == "cudaProfilerApi":
-            _cudart().cudaProfilerStart()
+            import torch
+
+            torch.cuda.profiler.start()
         elif self._recording.capture_range == "nvtx":
             self._open(CAPTURE_RANGE)
         self._open(f"step_{capture.step}")
@@ -82,7 +84,9 @@ class NsysTool(Tool):
         while self._ranges:
             nvtx.end_range(self._ranges.pop())
         if self._recording is not None and self._recording.capture_range == "cudaProfilerApi":
-            _cudart().cudaProfilerStop()
+            import torch
+
+            torch.cuda.profiler.stop()
         return [self._path]
 
     def _open(self, name: str) -> None:
@@ -90,23 +94,6 @@ class NsysTool(Tool):
         import nvtx
 
         self._ranges.append(nvtx.start_range(name, domain=DOMAIN))
-
-
-def _cudart() -> Any:
-    """Return CUDA's runtime.
-
-    Raises:
-        UserError: this torch has none.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UserError(
-            f"{NSYS_KEY}.worker_nsight_options.capture-range",
-            "cudaProfilerApi needs CUDA, which this torch does not have.",
-            "Set trainer.device=cpu, or install a torch build with CUDA.",
-        )
-    return torch.cuda.cudart()
 
 
 def check_nsys() -> None:
@@ -136,7 +123,8 @@ def note_capture(recording: Recording, capture: Capture) -> Path:
         name = f"{kind}_process_{capture.pid}"
     else:
         name = f"worker_process_{capture.pid}.{capture.step if capture.stage is None else number}"
-    path = free_path(capture.folder.absolute() / (name + report_suffix()))
+    suffix = REPORT if importer() is not None else UNCONVERTED
+    path = free_path(capture.folder.absolute() / (name + suffix))
     if recording.capture_range is None and number > 1:
         return path  # one file holds all, and is named after the first
     note = capture.file(str(path), None, "nsys", raw.name, time.time())
@@ -155,8 +143,3 @@ def importer() -> str | None:
     return on_path or next(
         (str(found) for place in places for found in place.glob("host-linux-*/QdstrmImporter")), None
     )
-
-
-def report_suffix() -> str:
-    """Return the suffix of finished files on this machine."""
-    return REPORT if importer() is not None else UNCONVERTED

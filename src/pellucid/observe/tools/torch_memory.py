@@ -363,7 +363,7 @@ def memory_page(title: str, use: dict[str, Any]) -> str:
         )
         for heading, key in (("Held at the peak", "at_peak"), ("Left at the end", "at_end"))
     ]
-    return page(title, [Text(title, style="bold"), Text(answer), stages, *sites])
+    return page([Text(title, style="bold"), Text(answer), stages, *sites])
 
 
 def _shown(stack: tuple[str, ...]) -> str:
