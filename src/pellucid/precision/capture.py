@@ -36,7 +36,33 @@ HEAD_CALLS = "Module.scores.TokenScores"
 LOSS_CALLS = "Module.loss.Loss"
 
 
-class NativeSession:
+class Guarded:
+    """A capture whose hooks may fail: that ends the capture, and not the training or the engine."""
+
+    error: Exception | None = None
+    """What a hook raised; nothing was recorded after it."""
+
+    def guarded(self, hook: Callable[..., object]) -> Callable[..., None]:
+        """Return the hook so that what it raises ends the capture alone."""
+
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            if self.error is None:
+                with self, torch.no_grad(), torch._C.DisableTorchFunction():
+                    hook(*args, **kwargs)
+
+        return guarded
+
+    def __enter__(self) -> None:
+        """Begin what may fail without ending more than the capture."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Keep the first error for the end of the capture."""
+        if isinstance(error, Exception):
+            self.error = self.error or error
+        return isinstance(error, Exception)
+
+
+class NativeSession(Guarded):
     """One capture, of a stage or a part of it: calls of `modules`, and of `operators`, PyTorch's functions.
 
     `models` are all chunks of the model that the stage runs; `about` gets times, passes and how it ended.
@@ -45,8 +71,6 @@ class NativeSession:
     def __init__(
         self, models: Sequence[torch.nn.Module], about: About, *, modules: bool = True, operators: bool = False
     ) -> None:
-        self.error: Exception | None = None
-        """What a hook raised; nothing was recorded after it."""
         self._modules = {entry_prefix(path, module): module for path, module in named_modules(models)}
         self._owners = {name: one for name, one in self._modules.items() if [*one.parameters(recurse=False)]}
         """Those that have parameters of their own."""
@@ -231,25 +255,6 @@ class NativeSession:
     def _listens(self) -> bool:
         """Tell whether a call belongs to the capture: not another thread's, nor a checkpointed layer's second pass."""
         return threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1
-
-    def guarded(self, hook: Callable[..., object]) -> Callable[..., None]:
-        """Return the hook so that what it raises ends the capture instead of the training."""
-
-        def guarded(*args: Any, **kwargs: Any) -> None:
-            if self.error is None:
-                with self, torch.no_grad(), torch._C.DisableTorchFunction():
-                    hook(*args, **kwargs)
-
-        return guarded
-
-    def __enter__(self) -> None:
-        """Begin what may fail without ending the training."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Keep the first error for the end of the capture."""
-        if isinstance(error, Exception):
-            self.error = self.error or error
-        return isinstance(error, Exception)
 
     def inside(self) -> str | None:
         """Return the entry of the module that is running."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pellucid.precision.capture import Recorder, entry_prefix
+from pellucid.precision.capture import Guarded, Recorder, entry_prefix
 from pellucid.precision.dump import About, StageDump, write_dump
 from pellucid.stages import PREFILL, TokenSpan, Unit
 
@@ -45,7 +44,7 @@ def end(worker: Any, folder: str) -> tuple[list[str], str | None]:
     return [str(file) for file in write_dump(Path(folder), session.end())], session.about.error
 
 
-class EngineSession:
+class EngineSession(Guarded):
     """One capture of the model of one worker."""
 
     def __init__(self, worker: Any, about: About, skip_steps: int, num_steps: int | None) -> None:
@@ -59,38 +58,18 @@ class EngineSession:
         self._num_calls: defaultdict[str, count[int]] = defaultdict(count)
         self._num_tokens = 0
         """Of the pass in hand; 0: it is not captured."""
-        self._error: Exception | None = None
-        self._hooks = [model.register_forward_pre_hook(self._guarded(self._begin_pass), with_kwargs=True)]
+        self._hooks = [model.register_forward_pre_hook(self.guarded(self._begin_pass), with_kwargs=True)]
         for path, module in model.named_modules():
             own = path.rpartition(".")[2]
             if path and own != "lm_head" and next(module.parameters(), None) is not None:
-                hook = self._guarded(partial(self._record, path, own))
+                hook = self.guarded(partial(self._record, path, own))
                 self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
-
-    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Return the hook so that what it raises ends the capture instead of the engine."""
-
-        def guarded(*args: Any) -> None:
-            with self:
-                if self._error is None:
-                    hook(*args)
-
-        return guarded
-
-    def __enter__(self) -> None:
-        """Begin what may fail without ending the engine."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Keep the first error for the end of the capture."""
-        if isinstance(error, Exception):
-            self._error = self._error or error
-        return isinstance(error, Exception)
 
     def end(self) -> StageDump:
         """Take the hooks away and return the capture."""
         for hook in self._hooks:
             hook.remove()
-        self.about.end(self._error)
+        self.about.end(self.error)
         self.about.passes = self._recorder.passes
         return StageDump(self.about, *self._recorder.dump())
 
