@@ -28,7 +28,7 @@ from pellucid.training.common.models import load_model
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 from pellucid.training.protocol import TokenScores
-from pellucid.training.sharding import Sharding, ShardingPlan, join_ranks, leave_ranks
+from pellucid.training.sharding import Sharding, ShardingPlan, join_ranks
 from update import RESPONSE_TOKENS, sequences
 
 CONTENTS = ["model", "optimizer"]
@@ -142,7 +142,7 @@ def run_rank(rank: int, num_ranks: int, strategy: str, folder: Path, model_path:
     row = measure(Trainer(model_path, strategy, folder / "checkpoints", num_sequences), repeats)
     if rank == 0:
         results.put(row)
-    leave_ranks()
+    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -150,16 +150,6 @@ def _beside(*names: str) -> Callable[[str, Any], Tree]:
     return lambda key, value: {f"{key.rpartition('.')[0]}.{name}": value for name in names}
 
 
-def _within(section: str) -> Callable[[str, Any], Tree]:
-    """Return a function that says a key's value by the same key of a section."""
-    return lambda key, value: {f"{section}.{key}": value}
-
-
-def _vllm_argument(key: str, value: Any) -> Tree:
-    section, _, name = key.rpartition(".")
-    return {f"{section}.engine_kwargs.vllm.{name}": value}
-
-
 def _tis(key: str, value: Any) -> Tree:
     level = {"algorithm.rollout_is_level": "token", "algorithm.rollout_is_mode": "truncate"}
     weights = {"algorithm.rollout_is_threshold": value, "algorithm.rollout_is": True}
@@ -263,12 +253,13 @@ TABLE: tuple[Row, ...] = (
     Row("*.ppo_micro_batch_size", (), _beside("ppo_micro_batch_size_per_gpu"), stops=True),
     Row("algorithm.rollout_correction", ({},), _correction),
     Row("actor_rollout_ref.hybrid_engine", (True,), lambda *_: {f"{_ROLLOUT}.mode": "separate"}),
-    *(Row(f"rollout.{name}", (), _within("actor_rollout_ref")) for name in ("nnodes", "n_gpus_per_node")),
+    Row("rollout.nnodes", (), lambda _, value: {f"{_ROLLOUT}.nnodes": value}),
+    Row("rollout.n_gpus_per_node", (), lambda _, value: {f"{_ROLLOUT}.n_gpus_per_node": value}),
     Row("*.fsdp_config.mixed_precision", ({},), _mixed_precision),
     Row("actor_rollout_ref.ref.fsdp_config.offload_policy", (False,), _beside("param_offload")),
     Row("*.fsdp_config.offload_policy", (False,), _beside("param_offload", "optimizer_offload")),
     *(Row(key, (), remedy=remedy, only_with="precision_debugger") for key, remedy in _MOVED.items()),
-    Row(f"{_ROLLOUT}.cudagraph_capture_sizes", (), _vllm_argument),
+    Row(f"{_ROLLOUT}.cudagraph_capture_sizes", (), _beside("engine_kwargs.vllm.cudagraph_capture_sizes")),
     *(Row(pattern, off) for pattern, off in _LATER.items()),
 )
 

@@ -36,7 +36,7 @@ from pellucid.rollout.requests import EngineStats, generate_all, run_sync
 from pellucid.rollout.transports import Transport, WeightHandle
 from pellucid.stages import Probes, Stage
 from pellucid.training.protocol import WeightBucket
-from pellucid.training.sharding import join_ranks, leave_ranks
+from pellucid.training.sharding import join_ranks
 
 NO_LIMIT_S = 30 * 24 * 3600.0
 
@@ -279,7 +279,7 @@ class RankWorker:
         """Leave the process group and close the files."""
         self.profiler.flush()
         if self._spec.pool.num_ranks > 1:
-            leave_ranks()
+            torch.distributed.destroy_process_group()
         if self.tracks is not None:
             self.tracks.close()
         self.spans.close()

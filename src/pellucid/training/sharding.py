@@ -59,11 +59,6 @@ def join_alone(device: torch.device) -> None:
         dist.init_process_group(_BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
 
 
-def leave_ranks() -> None:
-    """Undo `join_ranks`."""
-    dist.destroy_process_group()
-
-
 def _make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     """Return the mesh of all ranks: [shard], or [replicate, shard] when `fsdp_size` is less than all of them."""
     ranks = dist.get_world_size()
