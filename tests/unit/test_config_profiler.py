@@ -241,7 +241,7 @@ def test_migrating_keeps_the_keys_of_a_role_that_the_fragment_does_not_show(writ
     for name in [*section.split("."), "profiler"]:
         block = block[name]
     assert block == {"enable": True, "ranks": [0]}
-    assert changes[1:] == [line for line in changes if line.startswith(f"{section}.profiler acts in runs with")] != []
+    assert len(changes) == 1
     steps = ["global_profiler.steps=[1]", "global_profiler.tool=torch"]
     assert any(f"COLLECTS NOTHING of {section}" in line for line in load(*steps, source=written(text)).notices)
 

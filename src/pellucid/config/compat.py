@@ -226,12 +226,6 @@ _MOVED = {
     f"{PRECISION}.ranks": "Set the role's profiler.ranks.",
 }
 """Keys of verl's precision debugger → what to do here."""
-_NEEDED = {
-    "critic": "algorithm.adv_estimator: gae",
-    "reward_model": "reward_model.enable: true",
-    "actor_rollout_ref.ref": "actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward: true",
-}
-"""Sections of roles that only some runs have, and what gives a run the role."""
 _LATER: dict[str, tuple[Any, ...]] = {
     "reward_model.launch_reward_fn_async": (False,),
     "reward_model.reward_manager": ("naive",),
@@ -375,9 +369,6 @@ def migrate(source: Path) -> tuple[str, list[str]]:
         for key, value in new.items():
             put(tree, key, value)
         changes.append(f"{_line(old)} → {_line(new) or 'removed (changes nothing here)'}")
-        for section, needs in _NEEDED.items():
-            if new.get(f"{section}.profiler.enable"):
-                changes.append(f"{section}.profiler acts in runs with {needs}.")
     return OmegaConf.to_yaml(OmegaConf.create(tree)), changes
 
 
