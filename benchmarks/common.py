@@ -58,8 +58,8 @@ class Setup:
 
     def rollout_engine(self, num_rows: int, policy: SampledPolicy | None = None) -> NativeRolloutEngine:
         """Return a native engine that decodes `num_rows` sequences at a time, of the trained policy unless given another."""
-        return NativeRolloutEngine(policy or self.engine, self.tokenizer, eos_token_ids(self.model, self.tokenizer), max_num_seqs=num_rows,
-                                   max_num_batched_tokens=8192, seed=0)
+        ends = eos_token_ids(self.model.generation_config, self.tokenizer)
+        return NativeRolloutEngine(policy or self.engine, self.tokenizer, ends, max_num_seqs=num_rows, max_num_batched_tokens=8192, seed=0)
 
     def prompts_json(self, folder: Path) -> Path:
         """Write the prompts for a peer and return the file."""

@@ -100,7 +100,8 @@ class NativeRolloutEngine(RolloutEngine):
         finally:
             if request.on_progress is not None:
                 self._listeners[request.on_progress] -= 1
-                self._listeners += Counter()  # drops those that are at zero
+                if not self._listeners[request.on_progress]:
+                    del self._listeners[request.on_progress]
 
     def _drive_on(self) -> None:
         """See to it that a task makes the decoder's steps."""
