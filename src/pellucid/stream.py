@@ -34,7 +34,7 @@ from pellucid.files.trajectories import (
 )
 from pellucid.produce import batch, has_spread, num_tokens, sample_metrics, sampling_params
 from pellucid.reward.scorer import require_scores
-from pellucid.rollout.requests import Completion, PauseMode, Request, RolloutEngine, Trajectory
+from pellucid.rollout.requests import Completion, PauseMode, Request, RolloutEngine, Trajectory, end_other_tasks
 from pellucid.run import Run
 from pellucid.run_state import progress_kept
 from pellucid.schedules import AHEAD_FILE, Job, Produced, Schedule, overlap_metrics, read_ahead
@@ -372,16 +372,11 @@ class Stream(Schedule):
 
     def close(self) -> None:
         """Leave the groups under way."""
-
-        async def end() -> None:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(end_other_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._journal.close()
         self._scoring.shutdown(wait=False, cancel_futures=True)
 
 

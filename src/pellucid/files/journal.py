@@ -41,6 +41,7 @@ class Journal:
         self.newest = max((one["number"] for one in known), default=-1)
         """The number of the newest group of which something was found."""
         atomic_write(self._file, "".join(json.dumps(one) + "\n" for one in known))
+        self._lines = self._file.open("a", buffering=1)  # a line is the file's, whatever becomes of this process
         for file in old.values():
             if file != self._file:
                 file.unlink()
@@ -63,8 +64,7 @@ class Journal:
             self._append([{"number": number, "uid": rollout.prompt.uid, "rollout": rollout_record(rollout)}])
 
     def _append(self, records: Iterable[dict[str, Any]]) -> None:
-        with self._file.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        self._lines.writelines(json.dumps(record) + "\n" for record in records)
 
     def begin(self, version: int) -> None:
         """Go on, with what no group has taken yet, in the file of a checkpoint that is being written.
@@ -73,5 +73,11 @@ class Journal:
         """
         for file in list(self._files().values())[:-1]:
             file.unlink()
+        self.close()
         self._since = version
+        self._lines = self._file.open("a", buffering=1)
         self._append(chain.from_iterable(self._found.values()))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()

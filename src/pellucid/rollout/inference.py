@@ -25,6 +25,7 @@ from pellucid.rollout.requests import (
     RolloutEngine,
     WeightUpdate,
     cut_at_stop,
+    end_other_tasks,
 )
 from pellucid.rollout.transports import WeightsDifferError
 from pellucid.rollout.under_way import RequestsUnderWay
@@ -263,7 +264,4 @@ class InferenceRolloutEngine(RolloutEngine):
 
     async def _end(self) -> None:
         await self._inference.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await end_other_tasks()

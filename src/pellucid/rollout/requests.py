@@ -265,3 +265,11 @@ async def generate_all(engine: RolloutEngine, requests: Iterable[Request]) -> li
 def run_sync(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Return what a coroutine does, from code that is not asynchronous itself."""
     return asyncio.run(coroutine)
+
+
+async def end_other_tasks() -> None:
+    """Cancel every other task of the running event loop, which is about to be closed, and wait for their ends."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
