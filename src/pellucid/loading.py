@@ -28,11 +28,12 @@ def run_loop(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> AgentLoop
     Raises:
         UserError: it cannot be loaded, or does not go with the model's chat template.
     """
-    model, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.agent
+    model, section, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.agent, config.data
     if section.name == "single_turn":
         return SINGLE_TURN
     ends = response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
-    return make_loop(section, tokenizer, ends, templated=uses_template(tokenizer, config.data.chat_template))
+    templated = uses_template(tokenizer, data.chat_template)
+    return make_loop(section, tokenizer, ends, templated=templated, system_prompt=data.system_prompt)
 
 
 def load_policy(config: RunConfig, device: torch.device, *, adapters: bool = True) -> PreTrainedModel:

@@ -1,13 +1,15 @@
 """Chats as tokens: what an agent adds to one is rendered alone, and nothing that is there is ever rendered again.
 
-A chat template writes whole conversations. What it writes for new messages is the difference of two renderings of a
-short chat, with them and without; so a template that drops reasoning from older turns, or writes a call of a tool in
-other words than the policy, changes no token of the past. `check` refuses templates for which that difference is none.
+A chat template writes whole conversations. What it writes for new messages is read off a short chat, in which the model
+has said no more than a mark: all that comes after it. So a template that drops reasoning from older turns, or writes a
+call of a tool in other words than the policy, changes no token of the past. `check` refuses templates that write more
+than that anew.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from uuid import uuid4
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -17,8 +19,9 @@ from pellucid.errors import UserError
 Message = dict[str, Any]
 """As of OpenAI's API: `role`, `content`, and where tools are called `tool_calls` or `tool_call_id`."""
 FIELD = "actor_rollout_ref.rollout.agent"
-_ASKED: Message = {"role": "user", "content": "a"}
-_ANSWERED: Message = {"role": "assistant", "content": "b"}
+_ASKED: Message = {"role": "user", "content": "What is asked."}
+_MODEL, _SAID = "What the model says.", "What is said to it."
+_CALL = {"id": "a00000001", "type": "function", "function": {"name": "tool", "arguments": {}}}
 SHOWN_CHARS = 400
 
 
@@ -32,6 +35,7 @@ class Chat:
         parse_calls: takes a turn's text, special tokens among it, apart into its content and the calls of tools; None
             where no tools are called.
         templated: whether prompts are rendered by the tokenizer's chat template.
+        system_prompt: what chats begin with, if anything.
     """
 
     def __init__(
@@ -42,9 +46,12 @@ class Chat:
         parse_calls: Callable[[str], tuple[str, list[Any]]] | None = None,
         *,
         templated: bool,
+        system_prompt: str | None = None,
     ) -> None:
         self._tokenizer, self._eos, self._tools = tokenizer, set(eos_token_ids), tools or []
         self.parse_calls, self._templated = parse_calls, templated
+        self._asked = [*([{"role": "system", "content": system_prompt}] if system_prompt else []), _ASKED]
+        self._checked: set[str] = set()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of text as it stands."""
@@ -61,7 +68,7 @@ class Chat:
         """Return the token ids of a chat up to where the policy's turn begins."""
         if not self._templated:
             return self._written(messages)
-        return self.encode(self._render(messages, opens_turn=True))
+        return self.encode(self._render(messages))
 
     def assistant(self, content: str, calls: Sequence[Any]) -> Message:
         """Return the message of a turn."""
@@ -99,27 +106,24 @@ class Chat:
             ended_by: the last token of that turn, where it is none that ends one the end is written, too.
 
         Raises:
-            UserError: the template changes what is before the new messages.
+            UserError: the template cannot go on with such messages.
         """
         if not self._templated:
             return self._written(messages)
-        spoken = answer | {"content": _ANSWERED["content"]} if answer.get("tool_calls") else _ANSWERED
-        shown = self._end_of_turn([_ASKED, spoken], messages)
-        return shown[1:] if ended_by in self._eos else shown
+        self.check({message["role"] for message in messages} - self._checked)
+        mark, calls = uuid4().hex, answer.get("tool_calls", [])
+        try:
+            text = self._render([*self._asked, _turn(mark, calls), *messages])
+        except UserError:
+            if len(calls) < 2:
+                raise
+            # Llama 3's refuses several calls in a turn, and the model may write them all the same.
+            text = self._render([*self._asked, _turn(mark, calls[-1:]), *messages])
+        shown = self.encode(text.rpartition(mark)[2])
+        end = next(index for index, token in enumerate(shown) if token in self._eos)
+        return shown[end + (ended_by in self._eos) :]
 
-    def _end_of_turn(self, before: Sequence[Message], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids from the one that ends the last turn of `before` to where the next one begins."""
-        old, new = self._render(before, opens_turn=False), self._render([*before, *messages], opens_turn=True)
-        if not new.startswith(old):
-            raise self._refusal("it writes the messages before anew when one is added", old, new)
-        old_ids, new_ids = self.encode(old), self.encode(new)
-        ends = [index for index, token in enumerate(old_ids) if token in self._eos]
-        opened = len(self.encode(self._render(before[:-1], opens_turn=True)))
-        if not ends or ends[-1] < opened or old_ids[: ends[-1] + 1] != new_ids[: ends[-1] + 1]:
-            raise self._refusal("it ends the model's turns by none of the tokens at which sampling stops", old, new)
-        return new_ids[ends[-1] :]
-
-    def check(self, roles: Sequence[str]) -> None:
+    def check(self, roles: Iterable[str]) -> None:
         """Check that the template can go on from turns of the model with messages of some roles.
 
         Args:
@@ -128,27 +132,30 @@ class Chat:
         Raises:
             UserError: it cannot; both texts are shown.
         """
-        if not self._templated:
-            return
-        call = {"id": "a00000001", "type": "function", "function": {"name": "a", "arguments": {"b": 1}}}
-        calls = _ANSWERED | {"tool_calls": [call]}
-        result: Message = {"role": "tool", "tool_call_id": call["id"], "name": "a", "content": "c"}
-        answers = {"user": (_ANSWERED, _ASKED), "tool": (calls, result)}
-        for role in roles:
-            spoken, said = answers[role]
-            once = [_ASKED, spoken, said]
-            opened = self._render([_ASKED], opens_turn=True)
-            old, new = self._render(once, opens_turn=True), self._render([*once, spoken, said], opens_turn=True)
-            first = self._end_of_turn([_ASKED, spoken], [said])
-            second = self._end_of_turn([*once, spoken], [said])
-            if not old.startswith(opened) or not new.startswith(old) or first != second:
-                raise self._refusal("it writes the messages before anew when one is added", old, new)
+        for role in roles if self._templated else ():
+            spoken, said = _turn(_MODEL, [_CALL] if role == "tool" else []), {"role": role, "content": _SAID}
+            if role == "tool":
+                said |= {"tool_call_id": _CALL["id"], "name": _CALL["function"]["name"]}
+            opened = self._render(self._asked)
+            once = self._render([*self._asked, spoken, said]).split(_MODEL)
+            twice = self._render([*self._asked, spoken, said, spoken, said])
+            parts, after, marks = twice.split(_MODEL), once[-1], len(once) - 1
+            grown, header = opened + _MODEL + after + _MODEL + after, _apart(opened, parts[0])
+            if not marks or _SAID not in after or len(parts) != 2 * marks + 1:
+                raise self._refusal(f"it leaves messages of {role} or the turns before them out", grown, twice)
+            if self._eos.isdisjoint(self.encode(after.partition(_SAID)[0])):
+                why = "it ends the model's turns by none of the tokens at which sampling stops"
+                raise self._refusal(why, grown, twice)
+            # Turns may begin otherwise once they are past, by what opens or holds their reasoning, if all do alike.
+            if "" not in header or header != _apart(after, parts[marks]) or after != parts[-1]:
+                raise self._refusal("it writes the messages before anew when one is added", grown, twice)
+            self._checked.add(role)
 
-    def _render(self, messages: Sequence[Message], *, opens_turn: bool) -> str:
+    def _render(self, messages: Sequence[Message]) -> str:
         try:
             tools: list[Any] | None = self._tools or None
             rendered = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=opens_turn, tokenize=False
+                list(messages), tools=tools, add_generation_prompt=True, tokenize=False
             )
         except (TemplateError, TypeError, KeyError) as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -158,11 +165,25 @@ class Chat:
             ) from error
         return str(rendered)
 
-    def _refusal(self, why: str, old: str, new: str) -> UserError:
-        same = next((index for index, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
-        start = max(0, same - SHOWN_CHARS // 2)
-        texts = " and then ".join(
-            json.dumps(text[start : start + SHOWN_CHARS], ensure_ascii=False) for text in (old, new)
+    def _refusal(self, why: str, grown: str, whole: str) -> UserError:
+        start = max(0, len(grown) - len(_apart(grown, whole)[0]) - SHOWN_CHARS // 2)
+        texts = ", and the whole chat at once: ".join(
+            json.dumps(text[start : start + SHOWN_CHARS], ensure_ascii=False) for text in (grown, whole)
         )
-        reason = f"the chat template cannot go on from a turn of the model: {why}. From character {start} on: {texts}."
+        reason = (
+            f"the chat template cannot go on from a turn of the model: {why}. From character {start} on, as it writes "
+            f"the chat turn by turn: {texts}."
+        )
         return UserError(FIELD, reason, "Take agent.name: single_turn, or a model whose template only ever adds.")
+
+
+def _turn(mark: str, calls: Sequence[dict[str, Any]]) -> Message:
+    """Return a turn of the model whose words, and the arguments of whose calls, are a mark."""
+    marked = [call | {"function": call["function"] | {"arguments": {"text": mark}}} for call in calls]
+    return {"role": "assistant", "content": mark} | ({"tool_calls": marked} if marked else {})
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Return what is left of two texts after all with which both begin."""
+    same = next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return one[same:], other[same:]

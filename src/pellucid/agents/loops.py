@@ -74,7 +74,12 @@ AGENTS = {
 
 
 def make_loop(
-    section: AgentConfig, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], *, templated: bool
+    section: AgentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    *,
+    templated: bool,
+    system_prompt: str | None,
 ) -> AgentLoop:
     """Return the agent of a run with its limits.
 
@@ -83,12 +88,13 @@ def make_loop(
         tokenizer: the model's.
         eos_token_ids: ids that end a turn.
         templated: whether prompts are rendered by the tokenizer's chat template.
+        system_prompt: what they begin with, if anything.
 
     Raises:
         UserError: the agent or environment cannot be loaded, or the model's chat template cannot go on from its turns.
     """
     toolbox = None
-    chat = Chat(tokenizer, eos_token_ids, templated=templated)
+    chat = Chat(tokenizer, eos_token_ids, templated=templated, system_prompt=system_prompt)
     if section.name in AGENTS:
         entry = AGENTS[section.name]
         chat.check(entry.roles)
