@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from rich.progress import Progress, TaskID
-
 from pellucid.console import console, progress
 
 _LINE: list[tuple[str, str, str]] = [
@@ -45,22 +43,17 @@ class StepDisplay:
         self._total, self._first, self._began = total_steps, first_step, time.monotonic()
         self._last_step = first_step
         self._watch: WatchStage = watch or (lambda name, total, last_step: nullcontext())
-        self._progress: Progress | None = None
-        self._steps_bar = TaskID(0)
-        self._idle_bars: list[TaskID] = []
-        if console.is_terminal:
-            self._progress = progress(transient=True)
-            self._progress.speed_estimate_period = 3600.0
-            self._steps_bar = self._progress.add_task("steps", total=total_steps, completed=first_step, info="")
+        self._progress = progress(transient=True)
+        self._progress.disable = not console.is_terminal
+        self._progress.speed_estimate_period = 3600.0
+        self._steps_bar = self._progress.add_task("steps", total=total_steps, completed=first_step, info="")
 
     def __enter__(self) -> StepDisplay:
-        if self._progress:
-            self._progress.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress:
-            self._progress.stop()
+        self._progress.stop()
 
     @contextmanager
     def stage(self, name: str, total: int | None = None, info: str = "") -> Iterator[Callable[[int], None]]:
@@ -68,12 +61,7 @@ class StepDisplay:
 
         `advance(0)` notes that the stage is at work though no unit is finished.
         """
-        bar, done = self._progress, 0
-        task = TaskID(0)
-        if bar is not None:
-            task = self._idle_bars.pop() if self._idle_bars else bar.add_task("", total=None, info="", visible=False)
-            bar.reset(task, total=total, description=f"  {name}", visible=True, info=info)
-
+        done, bar = 0, self._progress.add_task(f"  {name}", total=total, info=info)
         with self._watch(name, total, self._last_step) as watched:
 
             def advance(count: int) -> None:
@@ -81,15 +69,13 @@ class StepDisplay:
                 done += count
                 if watched is not None:
                     watched.beat(done)
-                if bar is not None and count:
-                    bar.advance(task, count)
+                if count:
+                    self._progress.advance(bar, count)
 
             try:
                 yield advance
             finally:
-                if bar is not None:
-                    bar.update(task, visible=False)
-                    self._idle_bars.append(task)
+                self._progress.remove_task(bar)
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Print the finished step's line and move the run's bar."""
@@ -97,8 +83,7 @@ class StepDisplay:
         done = step - self._first
         left_s = (time.monotonic() - self._began) / done * (self._total - step) if done > 0 else None
         console.print(step_line(step, self._total, metrics, left_s), markup=False, soft_wrap=True)
-        if self._progress:
-            self._progress.update(self._steps_bar, completed=step)
+        self._progress.update(self._steps_bar, completed=step)
 
 
 def step_line(step: int, total_steps: int, metrics: dict[str, float], left_s: float | None = None) -> str:
