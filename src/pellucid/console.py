@@ -78,7 +78,6 @@ def progress(*, transient: bool = False) -> Progress:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[info]}"),
         console=console,
         transient=transient,
     )

@@ -40,7 +40,7 @@ def test_the_log_holds_what_both_consoles_print_before_and_in_the_block(terminal
 
 def test_progress_bars_stay_on_the_terminal(terminal, tmp_path):
     with log_to(tmp_path / "log"), progress(transient=True) as bar:
-        task = bar.add_task("steps", total=3, info="")
+        task = bar.add_task("steps", total=3)
         for _ in range(3):
             bar.advance(task)
             bar.refresh()

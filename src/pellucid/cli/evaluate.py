@@ -63,7 +63,7 @@ def evaluate(
         seed=0,
     )
     with make_scorer(path or None, name, 2, 30.0) as scorer, progress(transient=True) as bar:
-        task = bar.add_task("answering", total=len(data.prompts) * samples, info="")
+        task = bar.add_task("answering", total=len(data.prompts) * samples)
         rollouts, scores = answer(
             engine,
             lambda rollouts: require_scores(scorer.score(rollouts)[0]),

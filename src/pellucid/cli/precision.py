@@ -82,10 +82,9 @@ def compare(
     pairs, missing = pairs_of(sides[0], sides[1], by_sample=by_sample)
     rtol = (RTOL_BY_SAMPLE if by_sample else RTOL) if rtol is None else rtol
     with progress(transient=True) as bar:
-        task = bar.add_task("comparing", total=len(pairs), info="captures")
         stages = [
             compare_stage(place, read_captures(mine), read_captures(theirs), by_sample=by_sample, rtol=rtol)
-            for place, mine, theirs in bar.track(pairs, task_id=task)
+            for place, mine, theirs in bar.track(pairs, description="comparing captures")
         ]
     result = summarise(stages, names[0], names[1], rtol=rtol, missing=missing)
     _show(result, json_file)
@@ -111,8 +110,8 @@ def report(a: A, step: Step = None, stage: StageName = None, rank: Rank = None, 
 
     refs = _captures(a, step, stage, rank)
     with progress(transient=True) as bar:
-        task = bar.add_task("reading", total=len(refs), info="captures")
-        stages = [check_stage(place_of(ref, ref), read_dump(ref.folder)) for ref in bar.track(refs, task_id=task)]
+        every = bar.track(refs, description="reading captures")
+        stages = [check_stage(place_of(ref, ref), read_dump(ref.folder)) for ref in every]
     result = summarise(stages, str(a), None, rtol=0.0)
     _show(result, json_file)
     if result.divergence is not None:

@@ -46,7 +46,7 @@ class StepDisplay:
         self._progress = progress(transient=True)
         self._progress.disable = not console.is_terminal
         self._progress.speed_estimate_period = 3600.0
-        self._steps_bar = self._progress.add_task("steps", total=total_steps, completed=first_step, info="")
+        self._steps_bar = self._progress.add_task("steps", total=total_steps, completed=first_step)
 
     def __enter__(self) -> StepDisplay:
         self._progress.start()
@@ -56,12 +56,12 @@ class StepDisplay:
         self._progress.stop()
 
     @contextmanager
-    def stage(self, name: str, total: int | None = None, info: str = "") -> Iterator[Callable[[int], None]]:
+    def stage(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
         """Enclose a stage of `total` units, which may run beside others, and give `advance(n)`.
 
         `advance(0)` notes that the stage is at work though no unit is finished.
         """
-        done, bar = 0, self._progress.add_task(f"  {name}", total=total, info=info)
+        done, bar = 0, self._progress.add_task(f"  {name}", total=total)
         with self._watch(name, total, self._last_step) as watched:
 
             def advance(count: int) -> None:
