@@ -58,7 +58,7 @@ BUDGETS = {
     ("training",): 2455,
     ("roles",): 590,
     ("rollout",): 4310,
-    ("agents",): 1300,
+    ("agents",): 2000,
     ("ranks",): 1850,
     ("observe",): 4820,
     ("precision",): 3390,
@@ -69,7 +69,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 33_000
+MAX_LINES = 33_500
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}
