@@ -59,7 +59,7 @@ def act(what: str) -> object:
 @pytest.fixture
 def function(tmp_path: Path) -> Iterator[Tool]:
     (tmp_path / "functions.py").write_text(FUNCTIONS)
-    [tool] = load_tools([f"{tmp_path / 'functions.py'}:act"], max_output_chars=1000)
+    [tool] = load_tools([f"{tmp_path / 'functions.py'}:act"], [], max_output_chars=1000)
     yield tool
     tool.close()
 
@@ -100,7 +100,7 @@ def test_a_function_that_hangs_is_killed_with_what_it_started(
 CONTROLLER = """
 import asyncio, sys
 from pellucid.agents.tools import load_tools
-[tool] = load_tools(sys.argv[1:], max_output_chars=1000)
+[tool] = load_tools(sys.argv[1:], [], max_output_chars=1000)
 asyncio.run(tool.call({"what": "hang"}))
 """
 

@@ -162,7 +162,7 @@ def functions(tmp_path: Path) -> Path:
 
 
 def test_an_async_function_is_a_tool(functions: Path) -> None:
-    [tool] = load_tools([f"{functions}:add"], max_output_chars=500)
+    [tool] = load_tools([f"{functions}:add"], [], max_output_chars=500)
     function = tool.schema["function"]
     assert function["name"] == "add" and function["description"] == "Adds two numbers." and "return" not in function
     assert function["parameters"]["properties"]["a"] == {"type": "integer", "description": "One."}
@@ -183,4 +183,4 @@ def test_an_async_function_is_a_tool(functions: Path) -> None:
 )
 def test_a_function_that_is_no_tool_is_refused(functions: Path, spec: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        load_tools([f"{functions}:{spec}"], max_output_chars=500)
+        load_tools([f"{functions}:{spec}"], [], max_output_chars=500)

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from pellucid.agents.call_process import CallProcess, ToolError, ToolInfrastructureError, as_text, shortened
+from pellucid.agents.mcp_tools import McpServer
 from pellucid.agents.sandbox import REFUSAL, Limits
 from pellucid.console import notice
 from pellucid.errors import UserError, did_you_mean
@@ -275,11 +276,12 @@ class PythonTool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def load_tools(specs: list[str], *, max_output_chars: int) -> list[Tool]:
+def load_tools(specs: list[str], mcp_servers: list[str], *, max_output_chars: int) -> list[Tool]:
     """Return the tools that a run names.
 
     Args:
         specs: `python` for the sandboxed interpreter, and import paths of functions.
+        mcp_servers: URLs or commands of MCP servers, all of whose tools are taken.
         max_output_chars: how much of a result is kept.
 
     Raises:
@@ -289,6 +291,8 @@ def load_tools(specs: list[str], *, max_output_chars: int) -> list[Tool]:
     try:
         for spec in specs:
             tools.append(PythonTool(max_output_chars) if spec == "python" else FunctionTool(spec, max_output_chars))
+        for address in mcp_servers:
+            tools += McpServer(address).tools
     except UserError:
         for tool in tools:
             tool.close()
