@@ -51,7 +51,7 @@ SGLANG_IMPORTS := aiohttp apache-tvm-ffi compressed-tensors einops fastapi gguf 
 	touch .venv-sglang/ready
 
 test-sglang: .venv-sglang/ready  ## run the tests with the real SGLang and stand-ins for its kernels, in an environment of its own (3 GB)
-	.venv-sglang/bin/python -m pytest --durations=5 $(or $(SGLANG_TESTS),tests/contract/test_sglang.py tests/integration/test_engine_runs.py)
+	.venv-sglang/bin/python -m pytest --durations=5 $(or $(SGLANG_TESTS),tests/contract/test_sglang.py tests/contract/test_sglang_server.py tests/integration/test_engine_runs.py)
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks examples

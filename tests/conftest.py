@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-pytest.register_assert_rewrite("engine_cases")
+pytest.register_assert_rewrite("engine_cases", "server_cases")
 gc.disable()  # until everything is imported: nothing of the libraries is ever given back, and looking for it takes seconds
 
 FAST_FOLDERS = {"unit", "contract"}

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pellucid import devices
 from pellucid.config import RunConfig
-from pellucid.config.schema.rollout import RolloutConfig
+from pellucid.config.schema.rollout import EngineOptions, RolloutConfig
 from pellucid.errors import UserError
 from pellucid.loading import load_policy, run_tokenizer, torch_dtype
 from pellucid.observe.captures import save_folder
@@ -26,17 +26,19 @@ from pellucid.rollout.collective import Broadcaster, GroupKind, address_towards
 from pellucid.rollout.device_memory import DeviceMemory
 from pellucid.rollout.engine_process import EngineProcess
 from pellucid.rollout.inference import InferenceRolloutEngine, Start
+from pellucid.rollout.joining import ServerKind, check_servers, read_token, shape_of
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.copied import CopiedPolicy
 from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
 from pellucid.rollout.sglang_processes import check_sglang, sglang_options
+from pellucid.rollout.sglang_processes.joined_sglang import SGLANG_SERVERS
+from pellucid.rollout.sglang_processes.own_sglang import OwnSglang
 from pellucid.rollout.transports import BUCKET_BYTES, Transport, WeightHandle, WeightStore
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.rollout.vllm_processes.adapters import adapter_options
-from pellucid.rollout.vllm_processes.joined_vllm import JoinedVllm
-from pellucid.rollout.vllm_processes.joining import NEEDED, check_servers, read_token, shape_of
+from pellucid.rollout.vllm_processes.joined_vllm import VLLM_SERVERS
 from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
 from pellucid.stages import NO_PROBE, Probe
 from pellucid.training.common.buckets import in_buckets
@@ -56,7 +58,11 @@ def check_engine(config: RunConfig) -> None:
     if section.weight_transport == "cuda_ipc" and device != "cuda":
         reason = f"cuda_ipc lets an engine read weights on the trainer's GPU, and this run is on a {device}."
         raise UserError("actor_rollout_ref.rollout.weight_transport", reason, "Set it to auto.")
-    ENGINES[section.name].check(config)
+    engine = ENGINES[section.name]
+    if engine.servers is not None and section.server_addresses:
+        _check_servers(config, engine.servers)
+    else:
+        engine.check(section.engine_kwargs)
 
 
 def make_replica(config: RunConfig) -> RolloutEngine:
@@ -159,7 +165,7 @@ def _make_native_replica(config: RunConfig) -> RolloutEngine:
     return make_native_engine(config, policy, policy.take_weights, run_tokenizer(config))
 
 
-def vllm_options(config: RunConfig) -> dict[str, Any]:
+def _vllm_options(config: RunConfig) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs` that the config stands for."""
     model, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     own = {
@@ -184,14 +190,12 @@ def vllm_options(config: RunConfig) -> dict[str, Any]:
     return own | {name: value for name, value in section.engine_kwargs.vllm.items() if value is not None}
 
 
-def _make_sglang_replica(config: RunConfig) -> RolloutEngine:
-    from pellucid.rollout.sglang_processes.own_sglang import OwnSglang
-
+def _sglang_options(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of SGLang's `ServerArgs` that the config stands for."""
     policy, device = config.actor_rollout_ref, devices.choose_device(config.trainer.device).type
+    saver = ["enable_memory_saver", "enable_weights_cpu_backup"] if config.engines_sleep and device != "cpu" else []
     options = sglang_options(policy.model, policy.rollout, device, longest_request(policy.rollout))
-    sleeps = config.engines_sleep and device != "cpu"
-    saver = {"enable_memory_saver": True, "enable_weights_cpu_backup": True} if sleeps else {}
-    return _outside(config, partial(OwnSglang.start, saver | options))
+    return dict.fromkeys(saver, True) | options
 
 
 def _outside(config: RunConfig, start: Start) -> RolloutEngine:
@@ -204,30 +208,27 @@ def _outside(config: RunConfig, start: Start) -> RolloutEngine:
 def join_servers(config: RunConfig) -> dict[str, RolloutEngine]:
     """Return the servers that the run joins, by their addresses; none where it has engines of its own."""
     section = config.actor_rollout_ref.rollout
-    joins = {
-        address.partition("://")[2]: partial(JoinedVllm.join, address, read_token(section.server_token_file))
-        for address in section.server_addresses
-    }
-    return {name: _outside(config, join) for name, join in joins.items()}
+    servers = ENGINES[section.name].servers
+    if servers is None or not section.server_addresses:
+        return {}
+    starts = {at: partial(servers.join, at, read_token(section.server_token_file)) for at in section.server_addresses}
+    return {address.partition("://")[2]: _outside(config, start) for address, start in starts.items()}
 
 
-def _check_vllm(config: RunConfig) -> None:
+def _check_servers(config: RunConfig, kind: ServerKind) -> None:
     policy, section = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    if not section.server_addresses:
-        check_vllm(section.engine_kwargs.vllm)
-        return
-    options = vllm_options(config)
-    usual = vllm_options(replace(config, actor_rollout_ref=replace(policy, rollout=RolloutConfig(name="vllm"))))
+    plain = replace(config, actor_rollout_ref=replace(policy, rollout=RolloutConfig(name=section.name)))
+    options, usual = map(ENGINES[section.name].options, (config, plain))
     asked = {name: value for name, value in options.items() if value != usual.get(name)}
-    sizes = ("tensor_parallel_size",) if config.weight_transport == "collective" else ()
-    needed = NEEDED | {name: options[name] for name in ("dtype", "max_model_len", *sizes)}
+    sizes = (kind.num_workers,) if config.weight_transport == "collective" else ()
+    asked |= {name: options[name] for name in ("dtype", kind.at_least, *sizes)}
     trusts, field = policy.model.trust_remote_code, "actor_rollout_ref.model.path"
     facts = read_config(policy.model.path, policy.model.override_config, trust_remote_code=trusts, field=field)
-    check_servers(section, asked | needed, shape_of(facts), _transport_here(config))
+    check_servers(kind, section, asked, shape_of(facts), _transport_here(config))
 
 
 def _start_vllm(config: RunConfig) -> RolloutEngine:
-    return _outside(config, partial(OwnVllm.start, _vllm_profiler(config) | vllm_options(config)))
+    return _outside(config, partial(OwnVllm.start, _vllm_profiler(config) | _vllm_options(config)))
 
 
 def _vllm_profiler(config: RunConfig) -> dict[str, Any]:
@@ -256,19 +257,31 @@ def _vllm_profiler(config: RunConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    check: Callable[[RunConfig], None]
+    check: Callable[[EngineOptions], None]
     make: Callable[[RunConfig], RolloutEngine]
     has_processes: bool
     """Whether it runs in processes of its own wherever it is made."""
+    options: Callable[[RunConfig], dict[str, Any]] = lambda _: {}
+    """Returns the engine's arguments that a config stands for."""
+    servers: ServerKind | None = None
+    """What runs can join; None: it is never a server."""
 
 
 ENGINES = {
     "native": _Engine(lambda _: None, _make_native_replica, has_processes=False),
-    "vllm": _Engine(_check_vllm, _start_vllm, has_processes=True),
-    "sglang": _Engine(
-        lambda config: check_sglang(config.actor_rollout_ref.rollout.engine_kwargs.sglang),
-        _make_sglang_replica,
+    "vllm": _Engine(
+        lambda given: check_vllm(given.vllm),
+        _start_vllm,
         has_processes=True,
+        options=_vllm_options,
+        servers=VLLM_SERVERS,
+    ),
+    "sglang": _Engine(
+        lambda given: check_sglang(given.sglang),
+        lambda config: _outside(config, partial(OwnSglang.start, _sglang_options(config))),
+        has_processes=True,
+        options=_sglang_options,
+        servers=SGLANG_SERVERS,
     ),
 }
 """By `rollout.name`: what checks that the engine can be had, and what makes one in the process that asks."""

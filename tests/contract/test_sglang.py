@@ -99,7 +99,7 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     file.write_text("")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FAULT, str(file))
-        patch.setattr("pellucid.rollout.sglang_processes.own_sglang.LOADER", "test_sglang.load_with_fault")
+        patch.setattr("pellucid.rollout.sglang_processes.sglang_over_http.LOADER", "test_sglang.load_with_fault")
         patch.setitem(OPTIONS, "custom_weight_loader", ["test_sglang.load_with_fault"])
         yield file
 
@@ -139,5 +139,5 @@ def test_a_dead_engine_is_said(untied_pair):
     """The last test, for it ends the processes."""
     for process in servers():
         process.kill()
-    with pytest.raises(RunFailedError, match="SGLang's server has died"):
+    with pytest.raises(RunFailedError, match=r"SGLang('s)? server.* is gone"):
         sample_rollouts(untied_pair.engine, some_prompts(1), GREEDY, stream=STREAM)

@@ -244,6 +244,7 @@ def test_engines_that_do_not_come_out_on_their_devices(overrides, field, words):
     [
         (VLLM, "1 of vllm on this machine; weights by shared_memory"),
         ([*VLLM, servers("http://[::1]:1")], "1 server of vllm, http://[::1]:1; weights by shared_memory"),
+        ([f"{ROLLOUT}.name=sglang", servers("http://[::1]:1")], "1 server of sglang, http://[::1]:1; weights by shared_memory"),
         ([*VLLM, servers("http://a:1", "http://b:1")], "2 servers of vllm, http://a:1, http://b:1; weights by files"),
         (
             [*ranks(2), *VLLM, "trainer.schedule=async", servers("http://127.0.0.1:1")],

@@ -92,7 +92,10 @@ def test_the_extras_of_a_recipe(tmp_path):
     many = config(tmp_path, "trainer.placement=ray", "trainer.logger=[wandb,console]", files, "actor_rollout_ref.model.lora_rank=4")
     assert software.needed_extras(many) == {"ray", "wandb", "lora", "reasoning-gym"}
     for engine in ("vllm", "sglang"):
-        assert software.needed_extras(config(tmp_path, f"actor_rollout_ref.rollout.name={engine}")) == {engine}
+        named = f"actor_rollout_ref.rollout.name={engine}"
+        assert software.needed_extras(config(tmp_path, named)) == {engine}
+        joined = config(tmp_path, named, "actor_rollout_ref.rollout.server_addresses=['http://a:1']")
+        assert software.needed_extras(joined) == {"serve"}
 
 
 # Limits of containers

@@ -1,6 +1,6 @@
 """What a run with an engine beside the trainer is told before a model is touched: every kind of mistake in one table.
 
-How devices come out is in test_config_ranks.py, what else a server can lack in tests/contract/test_vllm_server.py.
+How devices come out is in test_config_ranks.py, what else a server can lack in tests/contract/test_joining.py.
 """
 
 import dataclasses

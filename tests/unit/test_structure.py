@@ -57,7 +57,7 @@ BUDGETS = {
     ("tasks", "data", "reward"): 1410,
     ("training",): 2455,
     ("roles",): 590,
-    ("rollout",): 4310,
+    ("rollout",): 4460,
     ("agents",): 2000,
     ("ranks",): 1850,
     ("observe",): 4820,

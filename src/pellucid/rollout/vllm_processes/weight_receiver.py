@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from pellucid.rollout.joining import shape_of
 from pellucid.rollout.served_weights import Arrival, Difference
 from pellucid.rollout.transports import parse_handle
 from pellucid.rollout.vllm_processes.adapters import load_adapters
-from pellucid.rollout.vllm_processes.joining import shape_of
 
 
 class WeightReceiver:
