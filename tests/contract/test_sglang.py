@@ -7,6 +7,7 @@ SGLang's kernels are not installed, as on CPUs without AMX, `sglang_stand_ins` h
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -66,8 +67,13 @@ OPTIONS = {
 
 
 def load_with_fault(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
-    """Load weights in SGLang's process with the fault that the file named by the environment asks for."""
+    """Load weights in SGLang's process with the fault that the file named by the environment asks for.
+
+    Each step takes 20 ms more from then on, so that there is time to speak of a request that runs.
+    """
     fault, load = Path(os.environ[FAULT]).read_text(), model.load_weights
+    if not model.model._forward_pre_hooks:
+        model.model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
 
     def spoiled(tensors: Iterator[tuple[str, torch.Tensor]]) -> Any:
         arrived = dict(tensors)
