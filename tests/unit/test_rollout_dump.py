@@ -1,6 +1,7 @@
 """The rollout dump reads back exactly as written, notices damage, and can be browsed in the terminal."""
 
 import io
+import re
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -29,7 +30,8 @@ def turns_of(sampled: list[bool]) -> tuple[Turn, ...]:
     for drawn, run in groupby(sampled):
         end = start + len(list(run))
         if drawn:
-            turns.append(Turn(start, end, "stop", 0.5, (ToolUse("search", "{}", "7 7", 0.2),)))
+            called = (ToolUse("search", "{}", "7 7", 0.2),) if start % 2 else ()
+            turns.append(Turn(start, end, "stop", 0.5, called))
         start = end
     return tuple(turns)
 
@@ -87,7 +89,7 @@ def test_round_trip(tmp_path, data, scored, step):
         untouched = [int(drawn and not failure) for drawn in rollout.sampled]
         assert record["mask"] == (untouched if mask is None else [int(kept) for kept in mask[row, :length].tolist()])
         assert record["pieces"] == [f"<{token}>" for token in rollout.token_ids]
-        if all(rollout.sampled):
+        if all(rollout.sampled):  # one turn that called nothing, or none
             assert "sampled" not in record and "turns" not in record
         else:
             assert record["sampled"] == [int(drawn) for drawn in rollout.sampled]
@@ -232,3 +234,47 @@ def test_missing_step_lists_those_that_exist(monkeypatch, run_dir, tmp_path):
         view(monkeypatch, run_dir)
     with pytest.raises(UserError, match="does not exist"):
         view(monkeypatch, RunDir(Path(tmp_path / "nowhere")))
+
+
+TURNS = (
+    Turn(0, 2, "stop", 1.5, (
+        ToolUse("add", '{"a": 1}', "it is\x1b " + "7" * 300, 0.25),
+        ToolUse("add", '{"b": 1}', "no argument b", 0.0, "malformed"),
+    )),
+    Turn(3, 4, "stop", 0.125, (ToolUse("environment", "right", "Try again.", 2.0),), reward=0.5),
+)  # fmt: skip
+SAID = ["[add] ", "1", "given ", "right"]
+
+
+def write_turns(run: RunDir, step: int, turns: tuple[Turn, ...]) -> None:
+    sampled = [any(turn.start <= place < turn.end for turn in turns) for place in range(turns[-1].end)]
+    size = len(sampled)
+    rollout = Rollout(Prompt("a:1", [5], "1+1?", "sums"), 0, list(range(size)), sampled, [-0.5] * size, [0] * size, turns,
+                      "stop", SAID[turns[-1].start])
+    write_rollouts(run.rollouts(step), [rollout], [Score(1.0)], step, pieces=lambda ids: SAID[: len(ids)])
+
+
+def test_turns_are_shown_with_what_they_called(monkeypatch, run_dir):
+    write_turns(run_dir, 8, TURNS)
+    shown = [line.strip("│ ") for line in view(monkeypatch, run_dir).splitlines()]
+    assert shown[1:4] == ["1+1?", "[add] 1", "turn 1  1.50 s  stop"]
+    assert shown[4] == 'add({"a": 1})  0.25 s → it is␛' and re.fullmatch(r"7{193} … \(307 characters\)", shown[5] + shown[6])
+    assert shown[7:12] == [
+        'add({"b": 1})  0.00 s  malformed → no argument b', "given", "right", "turn 2  0.12 s  stop  reward 0.5",
+        "environment  2.00 s → Try again.",
+    ]  # fmt: skip
+    assert "3 tokens + 1 given in 2 turns" in shown[12]
+
+
+def test_what_was_given_is_dimmed_what_was_said_is_bold_and_a_failure_red(run_dir):
+    write_turns(run_dir, 8, TURNS)
+    [record] = read_rollouts(run_dir.rollouts(8))
+    styles = [str(text.style) for text in command._turns(record)]
+    assert styles == ["bold", "cyan", "cyan", "red", "dim", "bold", "cyan", "cyan"]
+
+
+def test_a_single_turn_that_called_something_is_shown_as_one(monkeypatch, run_dir):
+    write_turns(run_dir, 8, TURNS[:1])
+    assert "2 tokens + 0 given in 1 turn " in view(monkeypatch, run_dir)
+    write_turns(run_dir, 9, (Turn(0, 2, "stop", 1.5),))
+    assert "turn" not in view(monkeypatch, run_dir)

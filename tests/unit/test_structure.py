@@ -63,7 +63,7 @@ BUDGETS = {
     ("observe",): 4820,
     ("precision",): 3390,
     ("metrics", "files"): 1320,
-    ("cli", "doctor"): 1945,
+    ("cli", "doctor"): 1970,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 

@@ -22,6 +22,8 @@ from pellucid.errors import UserError
 from pellucid.files.rollout_dump import logp_gaps, read_rollouts, sampled_tokens
 from pellucid.files.rundir import RunDir
 
+SHOWN_CHARS = 200
+"""Of what a tool was called with, and of what it gave."""
 SortKey = StrEnum("SortKey", ["reward", "length", "uid", "gap"])
 
 
@@ -86,7 +88,8 @@ def _sort_value(record: dict[str, Any], sort: SortKey) -> Any:
 def _panel(record: dict[str, Any], *, tokens: bool) -> Panel:
     failure, gaps, sampled = record["failure"], logp_gaps(record), sampled_tokens(record)
     verdict = f"failed ({failure['kind']}: {failure['message']})" if failure else f"reward {_number(record['reward'])}"
-    given = f" + {len(sampled) - sum(sampled)} given in {len(record['turns'])} turns" if "turns" in record else ""
+    turns = record.get("turns", [])
+    given = f" + {len(sampled) - sum(sampled)} given in {len(turns)} turn{'s' * (len(turns) > 1)}" if turns else ""
     versions = [record["policy_version"]] if "policy_version" in record else record["policy_versions"]
     versions = sorted({version for version in versions if version >= 0})  # -1: given, not sampled
     facts = [
@@ -96,7 +99,10 @@ def _panel(record: dict[str, Any], *, tokens: bool) -> Panel:
         *([f"max |gap| {max(gaps):.1e}"] if gaps else []),
     ]
     body: list[Any] = [Text(_visible(record["prompt"]), style="dim")]
-    body.append(_token_table(record, gaps) if tokens else Text(_visible(record["response"]), style="bold"))
+    if tokens:
+        body.append(_token_table(record, gaps))
+    else:
+        body += _turns(record) if turns else [Text(_visible(record["response"]), style="bold")]
     if record["answer"] is not None:
         body.append(Text(f"expected: {record['answer']}", style="cyan"))
     colour = "red" if failure else "green" if (record["reward"] or 0) > 0 else "yellow"
@@ -104,13 +110,39 @@ def _panel(record: dict[str, Any], *, tokens: bool) -> Panel:
     return Panel(Group(*body), title=Text(f"{record['uid']} · sample {record['sample']}"), title_align="left")
 
 
+def _turns(record: dict[str, Any]) -> Iterator[Text]:
+    """Yield what was said and given in order, and after each turn what it took and called."""
+    pieces, end = _pieces(record), 0
+    for number, turn in enumerate(record["turns"], 1):
+        if turn["start"] > end:
+            yield Text(_visible("".join(pieces[end : turn["start"]])), style="dim")
+        end = turn["end"]
+        yield Text(_visible("".join(pieces[turn["start"] : end])), style="bold")
+        reward = "" if turn["reward"] is None else f"  reward {_number(turn['reward'])}"
+        yield Text(f"  turn {number}  {turn['seconds']:.2f} s  {turn['finish_reason']}{reward}", style="cyan")
+        for use in turn["tool_calls"]:
+            # An environment is called with the turn itself, which is there already.
+            arguments = "" if use["name"] == "environment" else f"({_cut(use['arguments'])})"
+            result = f" → {_cut(use['result'])}" if use["result"] else ""
+            failure, style = (f"  {use['failure']}", "red") if use["failure"] else ("", "cyan")
+            yield Text(f"  {_visible(use['name'])}{arguments}  {use['seconds']:.2f} s{failure}{result}", style=style)
+
+
+def _cut(text: str) -> str:
+    shown = _visible(" ".join(text[:SHOWN_CHARS].split()))
+    return shown + (f" … ({len(text)} characters)" if len(text) > SHOWN_CHARS else "")
+
+
+def _pieces(record: dict[str, Any]) -> list[str]:
+    return record["pieces"] or [f"⟨{token}⟩" for token in record["response_ids"]]
+
+
 def _token_table(record: dict[str, Any], gaps: list[float] | None) -> Table:
     weights = record["correction_weights"]  # null in a run without rollout correction
     table = Table(box=None, pad_edge=False, header_style="dim")
     for header in ("#", "token", "id", "rollout logp", "training logp", "|gap|", *(["weight"] if weights else [])):
         table.add_column(header, justify="left" if header == "token" else "right")
-    pieces = record["pieces"] or [f"⟨{token}⟩" for token in record["response_ids"]]
-    rows = zip(pieces, record["response_ids"], record["rollout_logprobs"], sampled_tokens(record))
+    rows = zip(_pieces(record), record["response_ids"], record["rollout_logprobs"], sampled_tokens(record))
     next_gap = iter(gaps or [])
     for index, (piece, token, logp, sampled) in enumerate(rows):
         shown = repr(piece)[1:-1]

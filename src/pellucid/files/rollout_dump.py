@@ -87,7 +87,10 @@ def logp_gaps(record: dict[str, Any]) -> list[float] | None:
 
 
 def _record(rollout: Rollout, score: Score, step: int) -> dict[str, Any]:
-    """Return what a sample is by itself; `sampled` and `turns` are there only where tokens were given to it."""
+    """Return what a sample is by itself.
+
+    `sampled` is there only where tokens were given to it, and `turns` where there is more of them than one answer.
+    """
     prompt = rollout.prompt
     versions = list(rollout.versions)
     record = {
@@ -103,5 +106,6 @@ def _record(rollout: Rollout, score: Score, step: int) -> dict[str, Any]:
     }  # fmt: skip
     if rollout.num_sampled < len(rollout.token_ids):
         record["sampled"] = [int(sampled) for sampled in rollout.sampled]
+    if len(rollout.turns) > 1 or any(turn.tool_calls for turn in rollout.turns) or "sampled" in record:
         record["turns"] = [dataclasses.asdict(turn) for turn in rollout.turns]
     return record
