@@ -20,7 +20,7 @@ import torch
 from torch.distributed import DistNetworkError, DistStoreError
 
 from pellucid import devices
-from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles
+from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, leave_loaded_alone, make_roles
 from pellucid.engines import sent_weights
 from pellucid.errors import RunFailedError, UserError
 from pellucid.loading import run_tokenizer, torch_dtype
@@ -173,6 +173,7 @@ class RankWorker:
             self.tracks = ReplicaTracks(self.spans, lambda: {f"replica {spec.rank}": engine.stats()})
         if self.sentinel is not None:
             self.sentinel.modules_of = self.roles.modules_of
+        leave_loaded_alone()
         log.info("roles: %s", ", ".join(spec.pool.roles))
 
     def run(self, number: int, role: RoleName, method: str, parcel: Parcel, stage: tuple[Stage, int] | None) -> Outcome:
