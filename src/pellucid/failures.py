@@ -194,7 +194,7 @@ def _saveable(given: Given) -> Given:
 
     def rollout(one: Rollout) -> Rollout:
         sequences = {name: list(values) for name, values in one.sequences().items()}
-        return replace(one, prompt=prompt(one.prompt), **sequences)
+        return replace(one, prompt=prompt(one.prompt), branches=(), **sequences)
 
     if isinstance(given, GenerateCall):
         return replace(given, prompts=list(map(prompt, given.prompts)))

@@ -124,6 +124,7 @@ def compute_advantages(run: Run, experience: Experience, step: int) -> tuple[Tra
     """
     algorithm, metrics, rewards = run.config.algorithm, {}, experience.token_rewards
     mask, values = experience.mask, experience.values
+    first = torch.tensor([rollout.sequence == 0 for rollout in experience.rollouts])
     if experience.reward_kl is not None:
         rewards = rewards - run.kl_control.coef * experience.reward_kl
         mean_kl = float(masked_mean(experience.reward_kl, mask))
@@ -134,6 +135,7 @@ def compute_advantages(run: Run, experience: Experience, step: int) -> tuple[Tra
         token_rewards=rewards,
         mask=mask,
         group=experience.group,
+        first=first,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
@@ -146,7 +148,7 @@ def compute_advantages(run: Run, experience: Experience, step: int) -> tuple[Tra
     }
     arguments = estimator_entry(algorithm.adv_estimator).arguments
     advantages, returns = run.estimator(inputs, **{name: tensors[name] for name in arguments})
-    totals = (rewards * mask).sum(dim=1)[mask.any(dim=1)]
+    totals = (rewards * mask).sum(dim=1)[mask.any(dim=1) & first]
     metrics |= spread("critic/rewards", totals)
     metrics |= spread("critic/advantages", advantages[mask]) | spread("critic/returns", returns[mask])
     if values is not None:

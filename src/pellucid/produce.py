@@ -3,6 +3,7 @@
 Sampling, reward, dynamic sampling with refill, and the greedy baseline of ReMax. `learn.py` takes the samples.
 """
 
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -50,17 +51,21 @@ def produce(run: Run, step: int) -> tuple[Samples, dict[str, float]]:
     if "greedy_scores" in estimator_entry(run.config.algorithm.adv_estimator).needs:
         greedy_scores, scores = _greedy_scores(run, rollouts, scores, step)
     samples = batch(run, rollouts, scores, greedy_scores)
-    return samples, metrics | sample_metrics(samples)
+    return samples, metrics | sample_metrics(rollouts, scores)
 
 
 def batch(
     run: Run, rollouts: list[Rollout], scores: list[Score], greedy_scores: torch.Tensor | None = None
 ) -> Samples:
-    """Return what a step learns from: the samples, with the reward's components where the estimator needs them.
+    """Return what a step learns from: a row for each sequence of the trajectories, with the trajectory's score.
 
     Raises:
         UserError: the reward lacks a component.
     """
+    owner = [index for index, rollout in enumerate(rollouts) for _ in rollout.parts]
+    scores = [scores[index] for index in owner]
+    rollouts = [replace(part, branches=()) for rollout in rollouts for part in rollout.parts]
+    greedy_scores = None if greedy_scores is None else greedy_scores[owner]
     needs = estimator_entry(run.config.algorithm.adv_estimator).needs
     components = _components(run, scores) if "reward_components" in needs else None
     by_turn = run.config.actor_rollout_ref.rollout.agent.reward_at == "turn"
@@ -113,38 +118,43 @@ def _collect(run: Run, step: int) -> tuple[list[Scored], dict[str, float]]:
 
 def num_tokens(rollouts: list[Rollout]) -> float:
     """Return the prompt and response tokens of the samples, given ones included: what the models work through."""
-    return float(sum(len(rollout.prompt.token_ids) + len(rollout.token_ids) for rollout in rollouts))
+    parts = [part for rollout in rollouts for part in rollout.parts]
+    return float(sum(len(part.prompt.token_ids) + len(part.token_ids) for part in parts))
 
 
-def sample_metrics(samples: Samples) -> dict[str, float]:
+def sample_metrics(rollouts: list[Rollout], scores: list[Score]) -> dict[str, float]:
     """Return scores and lengths of the samples; lengths count sampled tokens."""
-    lengths = torch.tensor([float(rollout.num_sampled) for rollout in samples.rollouts])
-    prompts = torch.tensor([float(len(rollout.prompt.token_ids)) for rollout in samples.rollouts])
-    rewards = torch.tensor([score.reward for score in samples.scores if score.reward is not None])
-    cut = sum(rollout.finish_reason == "length" for rollout in samples.rollouts) / len(samples)
+    parts = [part for rollout in rollouts for part in rollout.parts]
+    lengths = torch.tensor([float(sum(part.num_sampled for part in rollout.parts)) for rollout in rollouts])
+    prompts = torch.tensor([float(len(part.prompt.token_ids)) for part in parts])
+    rewards = torch.tensor([score.reward for score in scores if score.reward is not None])
+    cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     return (
         {"response_length/clip_ratio": cut}
         | spread("critic/score", rewards)
         | spread("response_length", lengths)
         | spread("prompt_length", prompts)
-        | _agent_metrics(samples.rollouts)
+        | _agent_metrics(rollouts)
     )
 
 
 def _agent_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Return what trajectories of several turns were made of; nothing where each is one answer."""
-    if all(len(rollout.turns) == 1 and not rollout.turns[0].tool_calls for rollout in rollouts):
+    turns = [[turn for part in rollout.parts for turn in part.turns] for rollout in rollouts]
+    if all(len(of_one) == 1 and not of_one[0].tool_calls for of_one in turns):
         return {}
-    calls = [[use for turn in rollout.turns for use in turn.tool_calls] for rollout in rollouts]
-    every, given = [use for uses in calls for use in uses], [len(one.token_ids) - one.num_sampled for one in rollouts]
+    parts = [part for rollout in rollouts for part in rollout.parts]
+    calls = [[use for turn in of_one for use in turn.tool_calls] for of_one in turns]
+    every, given = [use for uses in calls for use in uses], [len(one.token_ids) - one.num_sampled for one in parts]
     each = {
-        "agent/turns": [float(len(rollout.turns)) for rollout in rollouts],
+        "agent/turns": [float(len(of_one)) for of_one in turns],
+        "agent/sequences": [float(len(rollout.parts)) for rollout in rollouts],
         "agent/tool_calls": [float(len(uses)) for uses in calls],
         "agent/tool_s": [sum(use.seconds for use in uses) for uses in calls],
     }
     shares = {
         "agent/tool_failures": sum(bool(use.failure) for use in every) / max(len(every), 1),
-        "agent/given_tokens_share": sum(given) / max(sum(len(one.token_ids) for one in rollouts), 1),
+        "agent/given_tokens_share": sum(given) / max(sum(len(one.token_ids) for one in parts), 1),
         "agent/failed_share": sum(bool(one.outcome.failure) for one in rollouts) / len(rollouts),
         "agent/max_turns_share": sum(one.finish_reason == "max_turns" for one in rollouts) / len(rollouts),
     }

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -337,7 +338,7 @@ class Stream(Schedule):
             if self._run.config.algorithm.filter_groups.enable:
                 metrics["batch/num_groups_dropped"] = float(self._num_without_spread)
             self._num_dropped = self._num_without_spread = 0
-        return samples, metrics | {"perf/total_num_tokens": num_tokens(rollouts)} | sample_metrics(samples)
+        return samples, metrics | {"perf/total_num_tokens": num_tokens(rollouts)} | sample_metrics(rollouts, scores)
 
     def publish(self, step: int) -> dict[str, float]:
         """Hand over the new weights, at once."""
@@ -382,7 +383,8 @@ class Stream(Schedule):
 
 def _oldest(rollouts: Iterable[Rollout]) -> int:
     """Return the version that drew the oldest token."""
-    return min((version for one in rollouts for version in one.versions if version >= 0), default=0)
+    parts = chain.from_iterable(rollout.parts for rollout in rollouts)
+    return min((version for part in parts for version in part.versions if version >= 0), default=0)
 
 
 def _group_record(group: Group) -> dict[str, Any]:

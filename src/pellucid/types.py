@@ -53,6 +53,13 @@ class Prompt:
     """The raw chat, kept only with `data.return_raw_chat` and for agents that go on with it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The row's other columns, handed to the reward function."""
+    context: str = ""
+    """Digest of `token_ids` where an agent has begun a sequence of the trajectory with others than the row's."""
+
+    @property
+    def name(self) -> str:
+        """What tells its tokens from those of others."""
+        return f"{self.uid} context {self.context}" if self.context else self.uid
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,8 @@ class Outcome:
     """More that is worth knowing of it: goes into the rollout dump, and to the reward function."""
     failure: str = ""
     """Why it is worth nothing to learn from, e.g. a tool that could not run; such a sample is masked out."""
+    text: str | None = None
+    """What a verifier scores; None: the last turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,12 @@ class Rollout:
     text: str = ""
     """Decoded response without special tokens; of several turns the last one."""
     outcome: Outcome = Outcome()
+    sequence: int = 0
+    """Index among the sequences of its trajectory, which share group, reward and advantage."""
+    num_sequences: int = 1
+    """How many there are: more than one where an agent has held several chats, or changed the past of one."""
+    branches: tuple[Rollout, ...] = ()
+    """Of the first sequence, until rewards are known, the others."""
 
     @classmethod
     def single_turn(
@@ -145,9 +160,15 @@ class Rollout:
         return {name: getattr(self, name) for name in ("token_ids", "sampled", "logprobs", "versions")}
 
     @property
+    def parts(self) -> tuple[Rollout, ...]:
+        """All sequences of the trajectory."""
+        return (self, *self.branches)
+
+    @property
     def name(self) -> str:
         """What people call the sample."""
-        return f"{self.prompt.uid} sample {self.sample}"
+        name = f"{self.prompt.uid} sample {self.sample}"
+        return f"{name} sequence {self.sequence}" if self.sequence else name
 
     @property
     def num_sampled(self) -> int:

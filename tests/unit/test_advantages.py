@@ -274,7 +274,7 @@ def outputs_or_none(name, case):
 def rows_of(case, rows):
     """The case with the rows given, in their order."""
     whole = ("gamma", "lam", "norm_by_std", "component_weights")
-    return replace(case, **{key: value[rows] for key, value in vars_of(case).items() if key not in whole})
+    return replace(case, **{key: value[rows] for key, value in vars_of(case).items() if key not in whole and value is not None})
 
 
 def test_gpg_takes_rewards_that_cancel_out_for_none():
@@ -411,3 +411,30 @@ def test_empty_batches():
         empty = case_of(torch.zeros(shape, dtype=torch.bool), [0] * shape[0])
         assert all(output.shape == shape for name in NAMES for output in estimate(name, empty))
     assert not group_sum(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).numel()
+
+
+# --- trajectories of several sequences --------------------------------------------------------------------------------
+
+
+def halves(case):
+    """Each row in two, its tokens in turn on the one and the other, both with its reward."""
+    rows = torch.arange(len(case.mask)).repeat_interleave(2)
+    odd = torch.arange(case.mask.shape[1]) % 2 == 1
+    mask = case.mask[rows] & (odd == (torch.arange(len(rows)) % 2 == 1)[:, None])
+    has_tokens = mask.any(dim=1)
+    first = torch.stack([has_tokens[::2], ~has_tokens[::2]], dim=1).flatten()
+    rewards = last_token_rewards(mask, [outcome(case, int(row)) for row in rows])
+    of_rows = {"greedy_scores": case.greedy_scores[rows], "reward_components": case.reward_components[rows]}
+    return rows, replace(case, token_rewards=rewards, mask=mask, group=case.group[rows], first=first, **of_rows)
+
+
+@quick
+@pytest.mark.parametrize("name", [*BY_GROUP, "grpo_passk"])
+@given(mask=holed_masks, seed=st.integers(0, 99))
+def test_a_trajectory_counts_once_in_its_group_however_many_sequences_it_has(name, mask, seed):
+    mask = torch.cat([mask, mask.flip(0)])
+    case = case_of(mask, list(range(len(mask) // 2)) * 2, seed)
+    case = replace(case, token_rewards=last_token_rewards(mask, [outcome(case, row) for row in range(len(mask))]))
+    rows, split = halves(case)
+    whole, parts = estimate(name, case)[0], estimate(name, split)[0]
+    torch.testing.assert_close(parts, whole[rows] * split.mask, rtol=1e-9, atol=1e-9)

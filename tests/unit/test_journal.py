@@ -1,5 +1,6 @@
 """The journal keeps what a resumed run may go on from, and nothing that lost weights drew."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from pellucid.files.journal import Journal
@@ -34,6 +35,21 @@ def test_what_was_finished_since_a_checkpoint_is_found_by_number_and_prompt(tmp_
     assert found(tmp_path, 2, {4: "b", 5: "b", 6: "c", 7: "d"}) == [7], "one has another prompt, one newer weights, one is torn"
     assert found(tmp_path, 2, {4: "a"}) == [4]
     assert found(tmp_path, 2, {4: "a"}, resumed=False) == [] and found(tmp_path, 2, {4: "a"}) == []
+
+
+def test_a_trajectory_of_several_sequences_is_found_whole_or_not_at_all(tmp_path):
+    def whole(version):
+        begun = replace(prompt("a"), token_ids=[5, 5], text="5 5", context="c1")
+        branch = replace(rollout("a", version), prompt=begun, sequence=1, num_sequences=2)
+        return replace(rollout("a", 1), num_sequences=2, branches=(branch,))
+
+    journal = Journal(tmp_path, 2, resumed=False)
+    journal.note(4, whole(2))
+    journal.note(5, whole(3))
+    again = Journal(tmp_path, 2, resumed=True)
+    [same] = again.take(4, prompt("a"))
+    assert rollout_record(same) == rollout_record(whole(2)) and same.branches[0].prompt.token_ids == [5, 5]
+    assert not again.take(5, prompt("a")), "newer weights have drawn a part of it"
 
 
 def test_a_kill_while_a_checkpoint_is_written_loses_nothing(tmp_path):

@@ -10,10 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pellucid.config import RunConfig
 from pellucid.failures import Failure, read_failure, save_failure
 from pellucid.learn import staleness_metrics
-from pellucid.produce import num_tokens, sample_metrics
+from pellucid.produce import batch, num_tokens, sample_metrics
+from pellucid.ranks.wire import PackedSequences
 from pellucid.stages import Stage
+from pellucid.training.common.packing import sequences_of
 from pellucid.types import (
     Experience,
     MiniBatch,
@@ -89,12 +92,38 @@ def test_selected_rows_are_of_the_same_kind(batch):
 
 
 def test_lengths_and_staleness_count_sampled_tokens():
-    metrics = sample_metrics(samples())
+    metrics = sample_metrics(ROLLOUTS, SCORES)
     assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [1.5, 2.0, 1.0]
     assert metrics["response_length/clip_ratio"] == 0.25 and metrics["critic/score/mean"] == pytest.approx(3.5 / 3)
     assert num_tokens(ROLLOUTS) == 2 + 2 + 2 + 4 + 1 + 3 + 1 + 2, "models work through given tokens, too"
     run = SimpleNamespace(actor=SimpleNamespace(version=3))
     assert staleness_metrics(run, samples()) == {"staleness/mean": pytest.approx(1 / 6), "staleness/max": 1.0}
+
+
+def test_each_sequence_of_a_trajectory_is_a_row_with_its_score():
+    begun = dataclasses.replace(TWO, token_ids=[8, 8], text="other words", context="c1")
+    branch = Rollout(begun, 1, [6], [True], [-1.5], [4], (Turn(0, 1, "stop"),), "stop", "e", sequence=1, num_sequences=2)
+    whole = dataclasses.replace(ROLLOUTS[1], num_sequences=2, branches=(branch,))
+    run = SimpleNamespace(config=RunConfig())
+    rows = batch(run, [ROLLOUTS[0], whole], SCORES[:2], torch.tensor([0.25, 0.75]))
+    assert [one.name for one in rows.rollouts] == ["p:1 sample 0", "p:1 sample 1", "p:2 sample 1 sequence 1"]
+    assert not any(one.branches for one in rows.rollouts) and rows.scores == [SCORES[0], SCORES[1], SCORES[1]]
+    assert rows.token_rewards.sum(dim=1).tolist() == [1.0, 0.5, 0.5] and rows.greedy_scores.tolist() == [0.25, 0.75, 0.75]
+    assert num_tokens([whole]) == 6 + 3
+    metrics = sample_metrics([ROLLOUTS[0], whole], SCORES[:2])
+    assert (metrics["agent/sequences/max"], metrics["agent/turns/max"], metrics["response_length/max"]) == (2, 3, 3)
+    assert metrics["critic/score/mean"] == 0.75, "of trajectories, however many sequences one has"
+
+
+def test_sequences_of_a_prompt_that_begin_differently_share_nothing():
+    begun = [dataclasses.replace(ONE, token_ids=[8, 8, name], context=str(name)) for name in (1, 2, 1)]
+    rollouts = [ROLLOUTS[0], *(dataclasses.replace(ROLLOUTS[0], prompt=one) for one in begun)]
+    assert [(one.prompt_ids, one.group) for one in sequences_of(rollouts)] == [
+        ([3, 4], 0), ([8, 8, 1], 1), ([8, 8, 2], 2), ([8, 8, 1], 1),
+    ]  # fmt: skip
+    packed = PackedSequences.pack(rollouts).unpack()
+    assert [one.prompt.token_ids for one in packed] == [one.prompt.token_ids for one in rollouts]
+    assert Samples.pad(rollouts, [Score(1.0)] * 4).group.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("given", [train_batch(), Experience(**vars(samples()), old_logp=torch.ones(4, 4)), ROLLOUTS])

@@ -50,19 +50,19 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3000,
-    tuple(sorted(BASE)): 990,
+    ("loop", *sorted(RUN - {"loop"})): 3010,
+    tuple(sorted(BASE)): 1010,
     ("algo",): 1220,
     ("config",): 3900,
     ("tasks", "data", "reward"): 1410,
     ("training",): 2455,
     ("roles",): 590,
     ("rollout",): 4460,
-    ("agents",): 2000,
+    ("agents",): 2045,
     ("ranks",): 1850,
     ("observe",): 4820,
     ("precision",): 3390,
-    ("metrics", "files"): 1320,
+    ("metrics", "files"): 1330,
     ("cli", "doctor"): 1970,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from xxhash import xxh64_hexdigest
+
 from pellucid.agents.chat import Chat, Message
 from pellucid.errors import UserError
 from pellucid.plugins import what_failed
@@ -78,8 +80,8 @@ class Sample:
                 setattr(self, name, getattr(self, name)[:num_tokens])
         del self.turns[num_turns:]
 
-    def rollout(self, reason: FinishReason, text: str, outcome: Outcome) -> Rollout:
-        """Return the trajectory, which has ended."""
+    def rollout(self, reason: FinishReason, text: str, outcome: Outcome, sequence: int = 0, of: int = 1) -> Rollout:
+        """Return the trajectory, which has ended, or one of its sequences."""
         self.cut(self.turns[-1].end if self.turns else 0, len(self.turns))
         if len(self.turns) == 1 and len(self.token_ids) == self.turns[0].end - self.turns[0].start:
             sampled = b"\x01" * len(self.token_ids)
@@ -96,6 +98,8 @@ class Sample:
             reason,
             text,
             outcome,
+            sequence,
+            of,
         )
 
 
@@ -133,6 +137,11 @@ class Llm:
         self._messages: list[Message] = list(sample.prompt.messages or ())
         self.reason: FinishReason = "aborted"
         """Why the last turn ended."""
+        self._first: Llm = self
+        self.sequences: list[Llm] = [self]
+        """All of the trajectory, where this is its first: those that `fork` has begun come after it."""
+        self.last: Llm = self
+        """The one of them that had the last turn."""
         self.engine_error: Exception | None = None
         """What the engine raised: the run ends with it, whatever the agent makes of it."""
 
@@ -146,8 +155,64 @@ class Llm:
         """The text of the last turn."""
         return self._answer
 
-    async def complete(self, given: Sequence[int] | str = ()) -> Answer:
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The turns of this sequence."""
+        return self._sample.turns[: self._num_turns]
+
+    @property
+    def sample(self) -> Sample:
+        """What is recorded of this sequence."""
+        return self._sample
+
+    def tokens(self, num_turns: int) -> list[int]:
+        """Return the token ids of this sequence, those that it began with among them, up to the end of a turn."""
+        sample = self._sample
+        return [*sample.prompt.token_ids, *sample.token_ids[: sample.turns[num_turns - 1].end]]
+
+    def fork(self, token_ids: Sequence[int], longest: int) -> "Llm":
+        """Return the policy for a further sequence of the trajectory, of which this is the first.
+
+        Args:
+            token_ids: what the sequence begins with; no loss trains on these.
+            longest: how many tokens there may be, with what comes after them.
+        """
+        sample, prompt = self._sample, self._sample.prompt
+        if list(token_ids) != prompt.token_ids:
+            digest = xxh64_hexdigest(json.dumps(list(token_ids)).encode())
+            text = self._loop.needed_chat.decode(token_ids, special=True)
+            prompt = replace(prompt, token_ids=list(token_ids), text=text, context=digest)
+        # Named by what it begins with, and not by when: branches draw the same in whatever order they come.
+        same = sum(one.sample.prompt.context == prompt.context for one in self.sequences[1:])
+        stream = (*sample.stream, prompt.context, same)
+        params = replace(self._params, max_tokens=min(self._params.max_tokens, longest - len(token_ids)))
+        fork = Llm(self._engine, Sample(prompt, sample.sample, stream), params, self._loop, self._on_progress)
+        fork._first = self
+        self.sequences.append(fork)
+        return fork
+
+    async def release(self) -> None:
+        """Let the engine forget what it keeps for the trajectory."""
+        for one in self.sequences:
+            sample = one.sample
+            await self._engine.release((sample.stream, sample.prompt.uid, sample.sample))
+
+    def rollout(self, reason: FinishReason, outcome: Outcome) -> Rollout:
+        """Return the trajectory, which has ended."""
+        drawn = [one for one in self.sequences if one.sample.turns] or [self]
+        drawn.sort(key=lambda one: one.sample.stream)
+        first, *others = [
+            one.sample.rollout(reason, one.text, outcome, number, len(drawn)) for number, one in enumerate(drawn)
+        ]
+        text = self.last.text if outcome.text is None else outcome.text
+        return replace(first, text=text, branches=tuple(others))
+
+    async def complete(
+        self, given: Sequence[int] | str = (), *, stop: Sequence[str] = (), max_tokens: int | None = None
+    ) -> Answer:
         """Return the policy's next turn after `given` tokens, or text that becomes tokens as it stands.
+
+        `stop` holds strings that end this turn beside those of the run, and `max_tokens` is how long it may be at most.
 
         Raises:
             TrajectoryEndError: the trajectory has as many turns or tokens as it may have.
@@ -165,30 +230,32 @@ class Llm:
             sample.cut(self._position, self._num_turns)
             sample.add(given, [0.0] * len(given), [GIVEN] * len(given))
         if self._num_turns == len(sample.turns):
-            text = await self._draw(start)
+            limit = self._params.max_tokens if max_tokens is None else start + max_tokens
+            limit, stop = min(limit, self._params.max_tokens), [*self._params.stop, *stop]
+            text = await self._draw(start, replace(self._params, max_tokens=limit, stop=stop))
         else:  # it was drawn before
             turn = replace(sample.turns[self._num_turns], tool_calls=(), reward=None)
             sample.turns[self._num_turns] = turn
             text = self._loop.needed_chat.decode(sample.token_ids[start : turn.end])
         turn = sample.turns[self._num_turns]
         self._num_turns, self._position = self._num_turns + 1, turn.end
-        self._answer, self.reason = text, turn.finish_reason
+        self._answer, self.reason, self._first.last = text, turn.finish_reason, self
         return Answer(text, turn.finish_reason)
 
-    async def _draw(self, start: int) -> str:
+    async def _draw(self, start: int, params: SamplingParams) -> str:
         """Draw the rest of a turn, and return its text; where a request is aborted another one goes on."""
         sample, reason, text = self._sample, "aborted", ""
         while reason == "aborted":
             began, drawn = time.perf_counter(), len(sample.token_ids)
             stream = SampleStream(sample.stream, sample.prompt.uid, sample.sample, len(sample.turns), drawn - start)
-            left = replace(self._params, max_tokens=self._params.max_tokens - drawn) if drawn else self._params
+            left = replace(params, max_tokens=params.max_tokens - drawn)
             tokens = [*sample.prompt.token_ids, *sample.token_ids]
             keeps = self._loop.has_turns
             request = Request(tokens, left, stream, keep_cache=keeps, on_progress=self._on_progress)
             try:
                 completion = await self._engine.generate(request)
             except Exception as error:
-                self.engine_error = error
+                self._first.engine_error = error
                 raise
             sample.add(completion.token_ids, completion.logprobs, completion.versions)
             sample.seconds += time.perf_counter() - began
@@ -331,7 +398,7 @@ class AgentLoop:
         try:
             async with asyncio.timeout(self.timeout_s):
                 outcome = await self.agent(sample.prompt, llm, self.toolbox) or outcome
-            reason = llm.reason
+            reason = llm.last.reason
         except TrajectoryEndError as end:
             outcome, reason = Outcome(failure=end.failure), end.reason
         except TimeoutError:
@@ -342,7 +409,7 @@ class AgentLoop:
             outcome, reason = Outcome(failure=what_failed(error, self.name)), "agent_failed"
         finally:
             if self.has_turns:
-                await engine.release((sample.stream, sample.prompt.uid, sample.sample))
+                await llm.release()
         if llm.engine_error is not None:
             raise llm.engine_error
         if self.has_turns and on_done is not None:
@@ -350,7 +417,7 @@ class AgentLoop:
         earned = [turn.reward for turn in sample.turns if turn.reward is not None]
         if earned and outcome.rewards is None:
             outcome = replace(outcome, rewards={"environment": sum(earned)})
-        return sample.rollout(reason, llm.text, outcome)
+        return llm.rollout(reason, outcome)
 
 
 SINGLE_TURN = AgentLoop()

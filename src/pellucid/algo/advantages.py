@@ -26,6 +26,9 @@ class AdvantageInputs:
     """[B, T] bool, holes allowed; a row without a True counts nowhere."""
     group: Tensor
     """[B] int64 index of each sample's prompt, 0 … G−1."""
+    first: Tensor | None = None
+    """[B] bool, whether a row is the first of its trajectory's sequences, which have the same outcome reward and count
+    once in their group; None: every row is."""
     gamma: float = 1.0
     """Discount from one token to the next (gae, reinforce_plus_plus)."""
     lam: float = 1.0
@@ -99,7 +102,13 @@ def _token_rewards(inputs: AdvantageInputs) -> Tensor:
 
 def _outcomes(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Return the outcome rewards ([B] float64) and which samples count ([B] bool)."""
-    return _token_rewards(inputs).sum(dim=1), inputs.mask.any(dim=1)
+    return _token_rewards(inputs).sum(dim=1), _counted(inputs)
+
+
+def _counted(inputs: AdvantageInputs) -> Tensor:
+    """Return which rows count in their group's statistics; [B] bool."""
+    valid = inputs.mask.any(dim=1)
+    return valid if inputs.first is None else valid & inputs.first
 
 
 def _outputs(inputs: AdvantageInputs, advantages: Tensor, returns: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -149,13 +158,14 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """
     scores, valid = _outcomes(inputs)
     group = inputs.group
-    if bool((group_sum(torch.ones_like(scores), group) < 2).any()):
+    first = torch.ones_like(valid) if inputs.first is None else inputs.first
+    if bool((group_sum(first.to(scores.dtype), group) < 2).any()):
         raise ValueError("grpo_passk compares the best two samples of a prompt: every group needs at least two")
     best = _group_max(scores, group, valid)
-    at_best = valid & (scores == best)
+    at_best = scores == best
     second = _group_max(scores, group, valid & ~at_best)
     # Two equal best samples, or no second sample: a margin of 0.
-    decided = at_best & (group_sum(at_best.to(scores.dtype), group) == 1) & second.isfinite()
+    decided = at_best & (group_sum((valid & at_best).to(scores.dtype), group) == 1) & second.isfinite()
     margin = torch.where(decided, scores - second, 0.0)
     if inputs.norm_by_std:
         margin = margin / (group_statistics(scores, group, valid)[1] + EPSILON)
@@ -232,7 +242,7 @@ def gdpo(inputs: AdvantageInputs, reward_components: Tensor, component_weights: 
 
     `reward_components` is [B, K], the parts of each outcome reward, and `component_weights` is [K].
     """
-    valid = inputs.mask.any(dim=1)
-    components = reward_components.double().masked_fill(~valid[:, None], 0.0)
+    valid = _counted(inputs)
+    components = reward_components.double().masked_fill(~inputs.mask.any(dim=1)[:, None], 0.0)
     normalised = [group_normalise(part, inputs.group, valid, inputs.norm_by_std) for part in components.unbind(dim=1)]
     return _whitened_outputs(inputs, torch.stack(normalised, dim=1) @ component_weights.to(components))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.files.rundir import atomic_write
-from pellucid.files.trajectories import read_rollout, rollout_record
+from pellucid.files.trajectories import newest_version, read_rollout, rollout_record
 from pellucid.types import Prompt, Rollout
 
 
@@ -35,7 +35,7 @@ class Journal:
             for line in file.read_text().splitlines() if resumed and since >= version else ():
                 with suppress(json.JSONDecodeError):  # a line that a kill has torn
                     records.append(json.loads(line))
-        known = [one for one in records if max(one["rollout"]["versions"], default=-1) <= version]
+        known = [one for one in records if newest_version(one["rollout"]) <= version]
         for one in known:
             self._found.setdefault((one["number"], one["uid"]), []).append(one)
         self.newest = max((one["number"] for one in known), default=-1)
@@ -60,7 +60,7 @@ class Journal:
 
     def note(self, number: int, rollout: Rollout) -> None:
         """Write a finished trajectory of a group, if weights of the last checkpoint or before drew it."""
-        if max(rollout.versions, default=-1) <= self._since:
+        if max(max(part.versions, default=-1) for part in rollout.parts) <= self._since:
             self._append([{"number": number, "uid": rollout.prompt.uid, "rollout": rollout_record(rollout)}])
 
     def _append(self, records: Iterable[dict[str, Any]]) -> None:

@@ -104,6 +104,8 @@ def _record(rollout: Rollout, score: Score, step: int) -> dict[str, Any]:
         "rollout_logprobs": list(rollout.logprobs),
         **({"policy_version": versions[0]} if len(set(versions)) == 1 else {"policy_versions": versions}),
     }  # fmt: skip
+    if rollout.num_sequences > 1:
+        record |= {"sequence": rollout.sequence, "num_sequences": rollout.num_sequences}
     if rollout.num_sampled < len(rollout.token_ids):
         record["sampled"] = [int(sampled) for sampled in rollout.sampled]
     if len(rollout.turns) > 1 or any(turn.tool_calls for turn in rollout.turns) or "sampled" in record:

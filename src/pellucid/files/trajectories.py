@@ -14,20 +14,31 @@ from pellucid.types import Outcome, Prompt, RewardFailure, Rollout, Score, ToolU
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """Return all of a rollout but its prompt, as plain JSON values."""
-    sequences = {name: list(values) for name, values in rollout.sequences().items()}
+    sequences, prompt = {name: list(values) for name, values in rollout.sequences().items()}, rollout.prompt
     return sequences | {
         "sample": rollout.sample,
         "turns": [turn_record(turn) for turn in rollout.turns],
         "finish_reason": rollout.finish_reason,
         "text": rollout.text,
         "outcome": dataclasses.asdict(rollout.outcome),
+        "sequence": rollout.sequence,
+        "num_sequences": rollout.num_sequences,
+        "branches": [rollout_record(branch) for branch in rollout.branches],
+        "begun": {name: getattr(prompt, name) for name in ("token_ids", "text", "context")} if prompt.context else {},
     }
 
 
 def read_rollout(record: dict[str, Any], prompt: Prompt) -> Rollout:
     """Return the rollout of `prompt` that `rollout_record` described."""
     turns, outcome = tuple(map(read_turn, record.pop("turns"))), Outcome(**record.pop("outcome"))
-    return Rollout(prompt, turns=turns, outcome=outcome, **record)
+    branches = tuple(read_rollout(branch, prompt) for branch in record.pop("branches"))
+    prompt = dataclasses.replace(prompt, **record.pop("begun"))
+    return Rollout(prompt, turns=turns, outcome=outcome, branches=branches, **record)
+
+
+def newest_version(record: dict[str, Any]) -> int:
+    """Return the newest version that drew a token of a rollout's record, −1 where none did."""
+    return max(max(part["versions"], default=-1) for part in (record, *record["branches"]))
 
 
 def turn_record(turn: Turn) -> dict[str, Any]:

@@ -52,6 +52,7 @@ critic/lr | 1 | The critic's learning rate of the step.
 plugin/<name> | as defined there | A metric of a user's own loss.
 
 agent/turns/* | turns | turns of the policy in a trajectory.
+agent/sequences/* | sequences | chats of a trajectory, each with its own past, that are trained on.
 agent/tool_calls/* | calls | calls of tools, or steps of an environment, in a trajectory.
 agent/tool_s/* | s | time of a trajectory in tools or an environment, calls beside each other added up.
 agent/tool_failures | fraction | Calls that did not do what was asked: malformed, unknown, failed or timed out.

@@ -49,9 +49,10 @@ class PackedSequences:
                 column[start:end] = getattr(item, name)
             item = dataclasses.replace(item, **empty)
             if isinstance(item, Rollout):
-                if item.prompt.uid not in prompts:
-                    prompts[item.prompt.uid] = dataclasses.replace(item.prompt, task="", answer=None, extra={})
-                item = dataclasses.replace(item, prompt=prompts[item.prompt.uid])
+                name = item.prompt.name
+                if name not in prompts:
+                    prompts[name] = dataclasses.replace(item.prompt, task="", answer=None, extra={})
+                item = dataclasses.replace(item, prompt=prompts[name], branches=())
             rest.append(item)
         return cls(rest, offsets, columns)
 

@@ -66,9 +66,9 @@ def sequences_of(rollouts: list[Rollout]) -> list[TokenSequence]:
         TokenSequence(
             r.prompt.token_ids,
             r.token_ids,
-            group_of.setdefault(r.prompt.uid, len(group_of)),
+            group_of.setdefault(r.prompt.name, len(group_of)),
             r.name,
-            r.prompt.uid,
+            r.prompt.name,
             None if r.num_sampled == len(r.token_ids) else r.sampled,
         )
         for r in rollouts
