@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +39,7 @@ from pellucid.ranks.placement import Placement, place_roles
 from pellucid.reward import Scorer, make_scorer
 from pellucid.reward.rewards import Rewards
 from pellucid.roles.actor import Actor
-from pellucid.rollout.requests import RolloutEngine
+from pellucid.rollout.requests import RolloutEngine, RunStream
 from pellucid.stages import Stage
 from pellucid.training.common.models import TokenPieces, model_folder
 from pellucid.types import Prompt
@@ -231,7 +231,7 @@ def build_run(
         placement=placement,
         tokenizer=inputs.tokenizer,
         token_pieces=TokenPieces(inputs.tokenizer),
-        loop=inputs.loop,
+        loop=replace(inputs.loop, show=_show_on(profiler.spans, config)) if inputs.loop.has_turns else inputs.loop,
         loader=loader,
         val_prompts=inputs.val_prompts,
         rewards=rewards,
@@ -246,6 +246,23 @@ def build_run(
         total_steps=total_steps,
         first_step=first_step,
     )
+
+
+def step_of_group(number: int, config: RunConfig) -> int:
+    """Return the step that the asynchronous schedule samples a group for, where none is dropped on the way."""
+    return number // config.data.train_batch_size + 1
+
+
+def _show_on(spans: SpanRecorder, config: RunConfig) -> Callable[..., None]:
+    """Return what shows turns and calls of tools on the timeline, in training under the step that they are for."""
+
+    def show(stream: RunStream, name: str, wall_us: int, duration_s: float, **about: str | int) -> None:
+        if len(stream) > 1:  # no validation
+            number = int(stream[1])
+            about["step"] = step_of_group(number, config) if config.trainer.schedule == "async" else number
+        spans.record_call(name, wall_us, duration_s, **about)
+
+    return show
 
 
 def num_steps(config: RunConfig, steps_per_epoch: int) -> int:

@@ -36,7 +36,7 @@ from pellucid.files.trajectories import (
 from pellucid.produce import batch, has_spread, num_tokens, sample_metrics, sampling_params
 from pellucid.reward.scorer import require_scores
 from pellucid.rollout.requests import Completion, PauseMode, Request, RolloutEngine, Trajectory, end_other_tasks
-from pellucid.run import Run
+from pellucid.run import Run, step_of_group
 from pellucid.run_state import progress_kept
 from pellucid.schedules import AHEAD_FILE, Job, Produced, Schedule, overlap_metrics, read_ahead
 from pellucid.stages import Stage
@@ -229,7 +229,8 @@ class Stream(Schedule):
                 self._changed.notify_all()
 
     def _score(self, rollouts: list[Rollout], number: int) -> tuple[list[Score], dict[str, float]]:
-        return self._run.rewards.score(rollouts, lambda *_: nullcontext(lambda _: None), step=number, in_part=True)
+        step = step_of_group(number, self._run.config)
+        return self._run.rewards.score(rollouts, lambda *_: nullcontext(lambda _: None), step=step, in_part=True)
 
     def _progress(self, _: int) -> None:
         self._num_beats += 1  # seen within POLL_S

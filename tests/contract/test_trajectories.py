@@ -198,6 +198,28 @@ def test_an_environment_may_be_made_of_coroutines(engine):
     assert rollout.outcome.rewards == {"environment": 0.25} and rollout.turns[0].tool_calls[0].seconds >= 0.01
 
 
+def test_what_a_trajectory_does_is_shown_however_it_ends(engine):
+    class Hangs(Guess):
+        async def step(self, text):
+            if len(spans) > 4:
+                await asyncio.sleep(60)
+            return "?", 0.0, False
+
+    spans = []
+
+    def show(stream, name, wall_us, seconds, **about):
+        spans.append((stream, name, about.get("tool"), about["uid"], about["sample"], about["turn"]))
+        assert abs(wall_us / 1e6 + seconds - time.time()) < 5
+
+    loop = replace(loop_of(in_environment(Hangs), timeout_s=5), show=show)
+    [rollout] = sample_rollouts(engine, [NUMBER], replace(PARAMS, n=1), stream=STREAM, loop=loop)
+    kinds = [("tool_call", "environment.reset", 0)]
+    kinds += [each for turn in (1, 2) for each in (("turn", None, turn), ("tool_call", "environment", turn))]
+    kinds += [("turn", None, 3), ("tool_call", "environment", 3)]
+    assert spans == [(STREAM, name, tool, "n", 0, turn) for name, tool, turn in kinds]
+    assert rollout.finish_reason == "timeout" and len(rollout.turns) == 3
+
+
 def test_guess_says_where_the_number_is():
     world = Guess(NUMBER)
     assert [world.step(text) for text in ("3", "8+", "?", "7")] == [

@@ -31,6 +31,20 @@ def sleeps(inputs):
         time.sleep({SLEEP_S})
     return vanilla(inputs)
 '''
+WORLD = """
+import time
+
+class Slow:
+    def __init__(self, prompt):
+        pass
+
+    def reset(self):
+        return ""
+
+    def step(self, text):
+        time.sleep(0.5)
+        return "", 1.0, True
+"""
 CAPTURE = (
     "global_profiler.tool=torch",
     "global_profiler.steps=[2]",
@@ -61,6 +75,18 @@ def test_a_slow_reward_function_is_the_bottleneck(planted: Workspace) -> None:
     assert first.lost_s >= 16 * CALL_S
     done = planted.run("profile", "report", "run")
     assert "The reward function is slow" in done.text and (planted.run_dir / "timeline" / "report.html").exists()
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_slow_environment_is_the_bottleneck(planted: Workspace, schedule: str) -> None:
+    planted.write("world.py", WORLD)
+    agent = "actor_rollout_ref.rollout.agent"
+    planted.train(*QUIET, f"trainer.schedule={schedule}", f"{agent}.name=env", f"{agent}.environment=world.py:Slow")
+    first = report_of(planted.run_dir).findings[0]
+    assert (first.kind, first.stage, first.where) == ("slow_tool", "rollout_generate", "environment")
+    assert "16 calls of" in first.sentence and (first.lost_s >= 0.25 or schedule == "async")
+    done = planted.run("profile", "report", "run")
+    assert "The tool environment is slow" in done.text and "% of their time in environment" in done.text
 
 
 def test_a_process_that_sleeps_is_the_bottleneck(planted: Workspace) -> None:

@@ -65,6 +65,26 @@ def test_a_slow_reward_function_is_named(tmp_path, num_ranks):
     assert finding.lost_s == pytest.approx(4.02, abs=0.01) and "reward_num_workers" in finding.remedy
 
 
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_slow_tool_is_named(tmp_path, num_ranks):
+    slow = replace(HEALTHY, sleep_in_rollout_s=0.6, tool_call_s=0.6)
+    run = write_run(tmp_path / "run", [slow] * 5, num_ranks=num_ranks)
+    [finding] = findings_of(run)
+    assert (finding.kind, finding.stage, finding.where) == ("slow_tool", "rollout_generate", "search")
+    share = 7 * 0.6 / (8 * 0.8)
+    assert finding.lost_s == pytest.approx(share * 0.85, rel=0.02)
+    assert "66% of their time in search, in 7 calls of 600 ms (median; longest 600 ms) a step." in finding.sentence
+    assert "9% of their time in add, in 1 calls of 600 ms" in page_of(report_of(run))
+
+
+def test_a_tool_that_is_quick_is_no_finding(tmp_path):
+    quick = replace(HEALTHY, tool_call_s=0.02)
+    assert not findings_of(write_run(tmp_path / "run", [quick] * 5))
+    asleep = replace(quick, sleep_in_rollout_s=0.6)
+    [finding] = findings_of(write_run(tmp_path / "other", [asleep] * 5, num_ranks=0))
+    assert finding.kind == "stall", "what stands still without a tool is still named"
+
+
 def test_parallel_reward_calls_are_counted(tmp_path):
     plan = replace(HEALTHY, reward_s=1.02, reward_call_s=0.5, reward_at_once=4)
     report = report_of(write_run(tmp_path / "run", [plan] * 4))

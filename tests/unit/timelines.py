@@ -72,6 +72,8 @@ class Plan:
     """Somebody sleeps so long within each micro-batch: the spans do not say who."""
     sleep_in_rollout_s: float = 0.0
     rollout_s: float = 0.25
+    tool_call_s: float = 0.0
+    """Each of eight trajectories has a turn of 0.1 s, a call of a tool, and as long a turn again; 0: no agent."""
     sync_s: float = 0.01
     outside_s: float = 0.01
     with_cpu: bool = True
@@ -94,6 +96,13 @@ def write_step(controller: Writer, ranks: list[Writer], step: int, at_s: float, 
     for rank in ranks:
         rank.span("rollout_generate", at_s + 0.001, rollout_s - 0.002, step=step, **cpu(plan.rollout_s * factor * 0.98))
     stage("rollout_generate", rollout_s, 0.001 if ranks else plan.rollout_s * factor)
+
+    for sample in range(8 if plan.tool_call_s else 0):
+        began = at_s - rollout_s
+        for name, dur_s in (("turn", 0.1), ("tool_call", plan.tool_call_s), ("turn", 0.1)):
+            about = {"tool": "search" if sample else "add"} if name == "tool_call" else {}
+            controller.span(name, began, dur_s, lane=1 + sample, step=step, uid="u", sample=sample, turn=1, **about)
+            began += dur_s
 
     reward_begin = at_s
     for call in range(plan.reward_calls):

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from xxhash import xxh64_hexdigest
 
@@ -31,6 +31,7 @@ from pellucid.rollout.requests import (
 )
 from pellucid.types import FinishReason, Outcome, Prompt, Rollout, ToolUse, Turn
 
+Result = TypeVar("Result")
 GIVEN = -1
 """Where versions of tokens stand, that of one that the policy did not draw."""
 
@@ -246,19 +247,19 @@ class Llm:
         """Draw the rest of a turn, and return its text; where a request is aborted another one goes on."""
         sample, reason, text = self._sample, "aborted", ""
         while reason == "aborted":
-            began, drawn = time.perf_counter(), len(sample.token_ids)
+            drawn = len(sample.token_ids)
             stream = SampleStream(sample.stream, sample.prompt.uid, sample.sample, len(sample.turns), drawn - start)
             left = replace(params, max_tokens=params.max_tokens - drawn)
             tokens = [*sample.prompt.token_ids, *sample.token_ids]
             keeps = self._loop.has_turns
             request = Request(tokens, left, stream, keep_cache=keeps, on_progress=self._on_progress)
             try:
-                completion = await self._engine.generate(request)
+                completion, seconds = await self.timed(self._engine.generate(request))
             except Exception as error:
                 self._first.engine_error = error
                 raise
             sample.add(completion.token_ids, completion.logprobs, completion.versions)
-            sample.seconds += time.perf_counter() - began
+            sample.seconds += seconds
             reason, text = completion.finish_reason, completion.text
         sample.turns.append(Turn(start, len(sample.token_ids), reason, sample.seconds))
         sample.seconds = 0.0
@@ -302,6 +303,22 @@ class Llm:
         """
         return await self.chat([*self._messages, *([{"role": "user", "content": text}] if text else [])])
 
+    async def timed(self, work: Awaitable[Result], tool: str | None = None) -> tuple[Result, float]:
+        """Return what a request, or a tool, gives and the seconds that it took.
+
+        The timeline shows it, however it ends.
+        """
+        wall_us, began = time.time_ns() // 1000, time.perf_counter()
+        try:
+            result = await work
+        finally:
+            seconds, sample = time.perf_counter() - began, self._sample
+            if self._loop.show is not None:
+                about = {"uid": sample.prompt.uid, "sample": sample.sample, "turn": self._num_turns + (tool is None)}
+                about |= {} if tool is None else {"tool": tool}
+                self._loop.show(sample.stream, "turn" if tool is None else "tool_call", wall_us, seconds, **about)
+        return result, seconds
+
     async def call_tools(self, calls: Sequence[Any]) -> list[Message]:
         """Call tools beside each other and return their answers as messages.
 
@@ -313,7 +330,8 @@ class Llm:
         self._num_calls += len(calls)
         if limit is not None and self._num_calls > limit:
             raise TrajectoryEndError("max_turns")
-        results = await asyncio.gather(*map(toolbox.call, calls))
+        timed = (self.timed(toolbox.call(call), call.name) for call in calls)
+        results = [result for result, _ in await asyncio.gather(*timed)]
         for call, result in zip(calls, results):
             self.note_use(
                 ToolUse(call.name, json.dumps(call.arguments), result.content, result.seconds, result.failure)
@@ -356,6 +374,9 @@ class AgentLoop:
     max_tool_calls: int | None = None
     timeout_s: float | None = None
     """Longest time of a trajectory; one that takes longer is masked out."""
+    show: Callable[..., object] | None = None
+    """Shows what a trajectory does on the timeline: its stream, `turn` or `tool_call`, the start in microseconds since
+    1970, seconds, and what is shown with it."""
 
     @property
     def has_turns(self) -> bool:

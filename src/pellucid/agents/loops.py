@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,13 +38,15 @@ def in_environment(make: Callable[[Prompt], Environment]) -> Agent:
         return await asyncio.get_running_loop().run_in_executor(threads, method, *arguments)
 
     async def environment(prompt: Prompt, llm: Llm, toolbox: Any) -> Outcome | None:
-        world = await call(make, prompt)
-        said, is_done = await call(world.reset), False
+        async def begin() -> tuple[Environment, str]:
+            world = await call(make, prompt)
+            return world, await call(world.reset)
+
+        ((world, said), _), is_done = await llm.timed(begin(), "environment.reset"), False
         while not is_done:
             answer = await llm.say(said)
-            began = time.perf_counter()
-            said, reward, is_done = await call(world.step, answer.text)
-            llm.note_use(ToolUse("environment", answer.text, said, time.perf_counter() - began))
+            (said, reward, is_done), seconds = await llm.timed(call(world.step, answer.text), "environment")
+            llm.note_use(ToolUse("environment", answer.text, said, seconds))
             llm.reward_turn(float(reward))
 
     return environment

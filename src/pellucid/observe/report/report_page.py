@@ -10,7 +10,7 @@ from rich.text import Text
 from pellucid.observe.report.stage_work import ABSENT, BUSY, NO_CORE, StageTime, Work
 from pellucid.observe.report.timeline import ranges
 from pellucid.observe.report.torch_traces import Capture
-from pellucid.observe.report.verdict import Report, said
+from pellucid.observe.report.verdict import Report, said, tool_words
 from pellucid.observe.tables import seconds, table
 
 TOP_OPERATORS = 12
@@ -36,6 +36,8 @@ def report_parts(report: Report) -> Iterator[RenderableType]:
     yield _stages(report)
     if report.rewards is not None:
         yield Text(f"Rewards: {said(report.rewards)}.")
+    if report.tools:
+        yield Text(f"Tools: trajectories spend {'; '.join(map(tool_words, report.tools[:ROWS_A_STAGE]))}.")
     yield _work(report)
     yield Text(_WORK_NOTE, style="dim")
     if report.captures:

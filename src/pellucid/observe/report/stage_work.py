@@ -15,7 +15,7 @@ from pellucid.stages import Stage, Unit
 
 OUTSIDE = "outside stages"
 BETWEEN = {Stage.VALIDATE: "validate, between steps", Stage.SAVE_CHECKPOINT: "save_checkpoint, between steps"}
-REWARD_CALL = "reward_call"
+REWARD_CALL, TURN, TOOL_CALL = "reward_call", "turn", "tool_call"
 BUSY, NO_CORE, ABSENT = "busy", "no core", "absent"
 IN_MICRO_BATCHES = "in its micro-batches"
 IN_MINI_BATCHES = "in its mini-batches, outside of their micro-batches"
@@ -97,6 +97,18 @@ class RewardCalls:
     """Calls that run at the same time, on average over the time in which any does."""
     covered_share: float
     """Of the reward stage's time: some call runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolTime:
+    """The calls of a tool, or of an environment, in the steps that are looked at."""
+
+    name: str
+    share: float
+    """Of the time of the trajectories, which is that of their turns and calls."""
+    per_step: float
+    median_s: float
+    longest_s: float
 
 
 def stage_times(timeline: Timeline) -> list[StageTime]:
@@ -240,6 +252,23 @@ def reward_calls(timeline: Timeline) -> RewardCalls | None:
         at_once=sum(call.dur_us for call in calls) / covered_us if covered_us else 1.0,
         covered_share=min(1.0, covered_us / stage_us) if stage_us else 0.0,
     )
+
+
+def tool_times(timeline: Timeline) -> list[ToolTime]:
+    """Return the figures of each tool that was called, the one that trajectories spend most time in first."""
+    taken_us: dict[str, list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.name in (TURN, TOOL_CALL):
+            taken_us[span.args.get("tool", TURN)].append(span.dur_us)
+    whole_us = sum(map(sum, taken_us.values()))
+    taken_us.pop(TURN, None)
+    times = [
+        ToolTime(
+            name, sum(each) / whole_us, len(each) / len(timeline.steps), statistics.median(each) / 1e6, max(each) / 1e6
+        )
+        for name, each in taken_us.items()
+    ]
+    return sorted(times, key=lambda tool: -tool.share)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -24,9 +24,11 @@ from pellucid.observe.report.stage_work import (
     OUTSIDE_UNITS,
     RewardCalls,
     StageTime,
+    ToolTime,
     Work,
     reward_calls,
     stage_times,
+    tool_times,
 )
 from pellucid.observe.report.timeline import LAST_STEPS, Timeline, read_timeline
 from pellucid.observe.report.torch_traces import Capture, KernelTime, TraceError, analyse_kernels, read_capture
@@ -57,6 +59,8 @@ OVERHEADS: dict[str, tuple[str, float, str, str]] = {
     ),
 }  # fmt: skip
 """By row of the report's stages: kind, share of a step from which it is a finding, how its sentence begins, remedy."""
+SLOW_TOOL_SHARE = 0.25
+"""Of the time of the trajectories."""
 NOT_COMPUTE = (Stage.REWARD, Stage.WEIGHT_SYNC, Stage.VALIDATE, Stage.SAVE_CHECKPOINT)
 """Stages that work in other processes, the network or the disk: little processor time says nothing there."""
 IMBALANCE_RATIO = 1.2
@@ -75,7 +79,7 @@ class Finding:
     """Something that costs time."""
 
     kind: str
-    """slow_reward, weight_sync, outside_stages, between_steps, imbalance, stall or device_idle."""
+    """slow_reward, slow_tool, weight_sync, outside_stages, between_steps, imbalance, stall or device_idle."""
     stage: str
     where: str
     """The process or processes."""
@@ -96,6 +100,8 @@ class Report:
     stages: list[StageTime]
     """In the order of a step: the critical path."""
     rewards: RewardCalls | None
+    tools: list[ToolTime]
+    """What trajectories called; the one that takes most of their time comes first."""
     captures: list[Capture]
     kernels: list[KernelTime]
     memory_gb: dict[str, float]
@@ -141,6 +147,7 @@ def build_report(run: RunDir, *, step: int | None = None, last_steps: int = LAST
         timeline=timeline,
         stages=stage_times(timeline),
         rewards=reward_calls(timeline),
+        tools=tool_times(timeline),
         captures=[],
         kernels=[],
         memory_gb=_memory_gb(run),
@@ -174,7 +181,7 @@ def _memory_gb(run: RunDir) -> dict[str, float]:
 
 def find(report: Report) -> list[Finding]:
     """Return what every rule finds; what costs most comes first."""
-    rules = (_overheads, _imbalances, _stalls, _idle_devices)
+    rules = (_overheads, _slow_tools, _imbalances, _stalls, _idle_devices)
     return sorted((finding for rule in rules for finding in rule(report)), key=lambda finding: -finding.lost_s)
 
 
@@ -193,6 +200,32 @@ def _overheads(report: Report) -> Iterator[Finding]:
         calls = f", in {said(report.rewards)}" if kind == "slow_reward" and report.rewards else ""
         where = "reward workers" if kind == "slow_reward" else "controller"
         yield Finding(kind, stage.name, where, stage.mean_s, f"{begins} {took(report, stage)}{calls}.", remedy)
+
+
+def _slow_tools(report: Report) -> Iterator[Finding]:
+    """Tools in which trajectories spend their time, which is as large a share of the rollout stage's."""
+    for tool in report.tools:
+        for stage in report.stages:
+            lost_s = tool.share * stage.mean_s
+            costs = tool.share >= SLOW_TOOL_SHARE and lost_s >= MIN_LOSS_SHARE * report.timeline.step_s
+            if stage.name != Stage.ROLLOUT_GENERATE or not costs:
+                continue
+            yield Finding(
+                kind="slow_tool",
+                stage=stage.name,
+                where=tool.name,
+                lost_s=lost_s,
+                sentence=f"The tool {tool.name} is slow: {stage.name} takes {took(report, stage)}, and trajectories "
+                f"spend {tool_words(tool)}.",
+                remedy="Make it faster, let it do more at once, or end what hangs sooner by the time-outs of "
+                "actor_rollout_ref.rollout.agent; of the schedules, async waits least for it.",
+            )
+
+
+def tool_words(tool: ToolTime) -> str:
+    """Return the figures of a tool, in words."""
+    calls = f"{tool.per_step:.0f} calls of {seconds(tool.median_s)} (median; longest {seconds(tool.longest_s)})"
+    return f"{tool.share:.0%} of their time in {tool.name}, in {calls} a step"
 
 
 def said(rewards: RewardCalls) -> str:
@@ -251,7 +284,8 @@ def _stalls(report: Report) -> Iterator[Finding]:
     """
     for stage in report.stages:
         works = stage.processes
-        if stage.name in NOT_COMPUTE or not works:
+        slow_tools = stage.name == Stage.ROLLOUT_GENERATE and any(_slow_tools(report))  # which it waits for
+        if stage.name in NOT_COMPUTE or slow_tools or not works:
             continue
         lost_s = sum(stage.still_s.values()) / len(report.timeline.steps)
         culprits = [work.process for work in works if len(works) == 1 or work.idle_s >= lost_s / 2]
