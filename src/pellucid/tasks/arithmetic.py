@@ -26,6 +26,7 @@ LEVELS: dict[int, tuple[int, str]] = {
 }
 """level → (most digits of an operand, operations)."""
 
+STYLES = ("plain", "chat", "calls")
 DEFAULT_SIZE = 2000
 _ENUMERABLE = 1 << 18
 
@@ -45,7 +46,8 @@ class ArithmeticArgs:
     seed: int = 0
     """Chooses and orders the problems; the splits do not depend on it."""
     style: str = "plain"
-    """`plain` is "12+7=" (the built-in model); `chat` is a question in words that asks for the number only."""
+    """`plain` is "12+7=" (the built-in model); `chat` is a question in words that asks for the number only; `calls` are
+    examples to learn from of how a calculator is used: answers, calls, and what is said to a result, a third each."""
 
 
 class Arithmetic(Task):
@@ -58,17 +60,23 @@ class Arithmetic(Task):
         """Return `size` distinct problems of the split; differences may be negative."""
         digits, ops = self._checked(args)
         in_split = (p for p in _distinct_problems(digits, ops, random.Random(args.seed)) if split_of(*p) == split)
-        rows = [self._row(*problem, args) for problem in islice(in_split, args.size or DEFAULT_SIZE)]
+        rows = [self._row(*one, args, n) for n, one in enumerate(islice(in_split, args.size or DEFAULT_SIZE))]
         if args.size and len(rows) < args.size:
             split_has = f"with {digits}-digit operands and '{ops}' the {split} split has {len(rows)}."
             reason = f"size={args.size} problems asked for, but {split_has}"
             raise UserError("task:arithmetic", reason, "Lower size, or raise level or digits.")
         return rows
 
-    def _row(self, a: int, op: str, b: int, args: ArithmeticArgs) -> dict[str, Any]:
+    def _row(self, a: int, op: str, b: int, args: ArithmeticArgs, number: int) -> dict[str, Any]:
         plain, chat = f"{a}{op}{b}=", f"What is {a} {op} {b}? Answer with the number only."
-        answer = {"+": a + b, "-": a - b, "*": a * b}[op]
-        row = {"prompt": plain if args.style == "plain" else chat, "answer": str(answer), "data_source": self.name}
+        answer = str({"+": a + b, "-": a - b, "*": a * b}[op])
+        shown = {
+            "plain": [(plain, answer)],
+            "chat": [(chat, answer)],
+            "calls": [(plain, answer), (plain, plain), (f"{plain}{plain}<eos>{answer}", answer)],
+        }[args.style]
+        prompt, said = shown[number % len(shown)]
+        row = {"prompt": prompt, "answer": said, "data_source": self.name}
         return {**row, "style": args.style, "level": args.level}
 
     def _checked(self, args: ArithmeticArgs) -> tuple[int, str]:
@@ -82,7 +90,7 @@ class Arithmetic(Task):
             f"digits={digits} is out of range: give a whole number from 1 to 9.": digits in range(1, 10),
             f"ops='{ops}' is not understood: write operations out of '+-*'.": bool(re.fullmatch(r"[-+*]+", str(ops))),
             f"size={args.size} is not a positive whole number.": size_is_fine,
-            f"style='{args.style}' does not exist: styles are plain and chat.": args.style in ("plain", "chat"),
+            f"style='{args.style}' does not exist: styles are {', '.join(STYLES)}.": args.style in STYLES,
         }
         for reason, holds in rules.items():
             if not holds:
