@@ -51,7 +51,7 @@ def produce(run: Run, step: int) -> tuple[Samples, dict[str, float]]:
     if "greedy_scores" in estimator_entry(run.config.algorithm.adv_estimator).needs:
         greedy_scores, scores = _greedy_scores(run, rollouts, scores, step)
     samples = batch(run, rollouts, scores, greedy_scores)
-    return samples, metrics | sample_metrics(rollouts, scores)
+    return samples, metrics | sample_metrics(rollouts, scores, has_turns=run.loop.has_turns)
 
 
 def batch(
@@ -122,8 +122,10 @@ def num_tokens(rollouts: list[Rollout]) -> float:
     return float(sum(len(part.prompt.token_ids) + len(part.token_ids) for part in parts))
 
 
-def sample_metrics(rollouts: list[Rollout], scores: list[Score]) -> dict[str, float]:
-    """Return scores and lengths of the samples; lengths count sampled tokens."""
+def sample_metrics(rollouts: list[Rollout], scores: list[Score], *, has_turns: bool = False) -> dict[str, float]:
+    """Return scores and lengths of the samples, and with an agent of several turns what these were made of; lengths
+    count sampled tokens.
+    """
     parts = [part for rollout in rollouts for part in rollout.parts]
     lengths = torch.tensor([float(sum(part.num_sampled for part in rollout.parts)) for rollout in rollouts])
     prompts = torch.tensor([float(len(part.prompt.token_ids)) for part in parts])
@@ -134,15 +136,12 @@ def sample_metrics(rollouts: list[Rollout], scores: list[Score]) -> dict[str, fl
         | spread("critic/score", rewards)
         | spread("response_length", lengths)
         | spread("prompt_length", prompts)
-        | _agent_metrics(rollouts)
+        | (_agent_metrics(rollouts) if has_turns else {})
     )
 
 
 def _agent_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Return what trajectories of several turns were made of; nothing where each is one answer."""
     turns = [[turn for part in rollout.parts for turn in part.turns] for rollout in rollouts]
-    if all(len(of_one) == 1 and not of_one[0].tool_calls for of_one in turns):
-        return {}
     parts = [part for rollout in rollouts for part in rollout.parts]
     calls = [[use for turn in of_one for use in turn.tool_calls] for of_one in turns]
     every, given = [use for uses in calls for use in uses], [len(one.token_ids) - one.num_sampled for one in parts]

@@ -339,7 +339,8 @@ class Stream(Schedule):
             if self._run.config.algorithm.filter_groups.enable:
                 metrics["batch/num_groups_dropped"] = float(self._num_without_spread)
             self._num_dropped = self._num_without_spread = 0
-        return samples, metrics | {"perf/total_num_tokens": num_tokens(rollouts)} | sample_metrics(rollouts, scores)
+        metrics |= sample_metrics(rollouts, scores, has_turns=self._run.loop.has_turns)
+        return samples, metrics | {"perf/total_num_tokens": num_tokens(rollouts)}
 
     def publish(self, step: int) -> dict[str, float]:
         """Hand over the new weights, at once."""

@@ -237,7 +237,7 @@ def test_a_calculator_computes_arithmetic_alone(asked, answer):
 
 def test_a_calculator_answers_until_something_else_is_said():
     world = Calculator(Prompt("a", [], "12*7=", "arithmetic", "84"))
-    assert [world.step(text) for text in ("12*7=", "84")] == [("84", 0.0, False), ("", 1.0, True)]
+    assert [world.step(text) for text in ("12*7=", "84")] == [("84=", 0.0, False), ("", 1.0, True)]
 
 
 def test_no_agent_goes_on_after_its_limit(engine):

@@ -110,7 +110,7 @@ def test_each_sequence_of_a_trajectory_is_a_row_with_its_score():
     assert not any(one.branches for one in rows.rollouts) and rows.scores == [SCORES[0], SCORES[1], SCORES[1]]
     assert rows.token_rewards.sum(dim=1).tolist() == [1.0, 0.5, 0.5] and rows.greedy_scores.tolist() == [0.25, 0.75, 0.75]
     assert num_tokens([whole]) == 6 + 3
-    metrics = sample_metrics([ROLLOUTS[0], whole], SCORES[:2])
+    metrics = sample_metrics([ROLLOUTS[0], whole], SCORES[:2], has_turns=True)
     assert (metrics["agent/sequences/max"], metrics["agent/turns/max"], metrics["response_length/max"]) == (2, 3, 3)
     assert metrics["critic/score/mean"] == 0.75, "of trajectories, however many sequences one has"
 

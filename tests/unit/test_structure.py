@@ -54,11 +54,11 @@ BUDGETS = {
     tuple(sorted(BASE)): 1010,
     ("algo",): 1220,
     ("config",): 3900,
-    ("tasks", "data", "reward"): 1410,
+    ("tasks", "data", "reward"): 1420,
     ("training",): 2455,
     ("roles",): 590,
     ("rollout",): 4460,
-    ("agents",): 2065,
+    ("agents",): 2120,
     ("ranks",): 1850,
     ("observe",): 4885,
     ("precision",): 3390,
@@ -69,7 +69,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 33_500
+MAX_LINES = 34_000
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

@@ -14,6 +14,7 @@ from uuid import uuid4
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from pellucid.agents.tools import ToolCall
 from pellucid.errors import UserError
 
 Message = dict[str, Any]
@@ -23,6 +24,8 @@ _ASKED: Message = {"role": "user", "content": "What is asked."}
 _MODEL, _SAID = "What the model says.", "What is said to it."
 _CALL = {"id": "a00000001", "type": "function", "function": {"name": "tool", "arguments": {}}}
 SHOWN_CHARS = 400
+ParseCalls = Callable[[str, int], tuple[str, list[ToolCall]]]
+"""Takes a turn's text, special tokens among it, and how many calls were made before it; gives its content and calls."""
 
 
 class Chat:
@@ -32,8 +35,7 @@ class Chat:
         tokenizer: the model's; one without chat template gets the messages' contents as they are.
         eos_token_ids: ids that end a turn.
         tools: the schemas of the tools that are named to the model.
-        parse_calls: takes a turn's text, special tokens among it, apart into its content and the calls of tools; None
-            where no tools are called.
+        parse_calls: finds the calls of tools in turns; None where none are called.
         templated: whether prompts are rendered by the tokenizer's chat template.
         system_prompt: what chats begin with, if anything.
     """
@@ -43,7 +45,7 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: Sequence[int],
         tools: list[dict[str, Any]] | None = None,
-        parse_calls: Callable[[str], tuple[str, list[Any]]] | None = None,
+        parse_calls: ParseCalls | None = None,
         *,
         templated: bool,
         system_prompt: str | None = None,
@@ -52,6 +54,14 @@ class Chat:
         self.parse_calls, self._templated = parse_calls, templated
         self._asked = [*([{"role": "system", "content": system_prompt}] if system_prompt else []), _ASKED]
         self._checked: set[str] = set()
+
+    @property
+    def names_tools(self) -> bool:
+        """Whether the template tells the model of the tools."""
+        if not self._templated:
+            return False
+        told = self._render([_ASKED])
+        return told != self._tokenizer.apply_chat_template([_ASKED], add_generation_prompt=True, tokenize=False)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of text as it stands."""
@@ -70,7 +80,7 @@ class Chat:
             return self._written(messages)
         return self.encode(self._render(messages))
 
-    def assistant(self, content: str, calls: Sequence[Any]) -> Message:
+    def assistant(self, content: str, calls: Sequence[ToolCall]) -> Message:
         """Return the message of a turn."""
         message: Message = {"role": "assistant", "content": content}
         called = [
@@ -79,7 +89,7 @@ class Chat:
         ]
         return message | ({"tool_calls": called} if called else {})
 
-    def tool(self, call: Any, content: str) -> Message:
+    def tool(self, call: ToolCall, content: str) -> Message:
         """Return the message with which a tool answers a call."""
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 

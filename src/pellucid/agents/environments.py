@@ -61,7 +61,7 @@ class Calculator:
         """Compute, or score the answer."""
         asked = text.strip()
         if asked.endswith("="):
-            return calculate(asked[:-1]), 0.0, False
+            return f"{calculate(asked[:-1])}=", 0.0, False
         return "", _verified(self._prompt, text), True
 
 

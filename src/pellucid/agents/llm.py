@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from xxhash import xxh64_hexdigest
 
 from pellucid.agents.chat import Chat, Message
+from pellucid.agents.tools import Toolbox, ToolCall
 from pellucid.errors import UserError
 from pellucid.plugins import what_failed
 from pellucid.rollout.requests import (
@@ -122,7 +123,7 @@ class Answer:
     finish_reason: FinishReason
     message: Message = field(default_factory=dict)
     """The same as a message of a chat, with the calls of tools that were found in it."""
-    calls: tuple[Any, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 class Llm:
@@ -225,15 +226,19 @@ class Llm:
             raise TrajectoryEndError("max_turns")
         if start >= self._params.max_tokens:
             raise TrajectoryEndError("length")
-        between = sample.versions[self._position : start + 1]
-        goes_on = list(sample.token_ids[self._position : start]) == list(given)
-        if not goes_on or any((version == GIVEN) != (place < len(given)) for place, version in enumerate(between)):
-            sample.cut(self._position, self._num_turns)
+        if len(sample.token_ids) > self._position:
+            between = sample.versions[self._position : start + 1]
+            goes_on = list(sample.token_ids[self._position : start]) == list(given)
+            if not goes_on or any((version == GIVEN) != (place < len(given)) for place, version in enumerate(between)):
+                sample.cut(self._position, self._num_turns)
+        if given and len(sample.token_ids) == self._position:
             sample.add(given, [0.0] * len(given), [GIVEN] * len(given))
         if self._num_turns == len(sample.turns):
-            limit = self._params.max_tokens if max_tokens is None else start + max_tokens
-            limit, stop = min(limit, self._params.max_tokens), [*self._params.stop, *stop]
-            text = await self._draw(start, replace(self._params, max_tokens=limit, stop=stop))
+            params = self._params
+            if stop or max_tokens is not None:
+                limit = params.max_tokens if max_tokens is None else min(params.max_tokens, start + max_tokens)
+                params = replace(params, max_tokens=limit, stop=[*params.stop, *stop])
+            text = await self._draw(start, params)
         else:  # it was drawn before
             turn = replace(sample.turns[self._num_turns], tool_calls=(), reward=None)
             sample.turns[self._num_turns] = turn
@@ -249,7 +254,7 @@ class Llm:
         while reason == "aborted":
             drawn = len(sample.token_ids)
             stream = SampleStream(sample.stream, sample.prompt.uid, sample.sample, len(sample.turns), drawn - start)
-            left = replace(params, max_tokens=params.max_tokens - drawn)
+            left = replace(params, max_tokens=params.max_tokens - drawn) if drawn else params
             tokens = [*sample.prompt.token_ids, *sample.token_ids]
             keeps = self._loop.has_turns
             request = Request(tokens, left, stream, keep_cache=keeps, on_progress=self._on_progress)
@@ -286,11 +291,12 @@ class Llm:
         elif len(messages) > known:
             given = chat.said_first(messages[known:])
         answer = await self.complete(given)
-        calls: list[Any] = []
+        calls: list[ToolCall] = []
         content = answer.text
         if chat.parse_calls is not None:
             turn = self._sample.turns[self._num_turns - 1]
-            content, calls = chat.parse_calls(chat.decode(self._sample.token_ids[turn.start : turn.end], special=True))
+            written = chat.decode(self._sample.token_ids[turn.start : turn.end], special=True)
+            content, calls = chat.parse_calls(written, self._num_calls)
         message = chat.assistant(content, calls)
         self._messages = [*messages, message]
         return Answer(answer.text, answer.finish_reason, message, tuple(calls))
@@ -319,7 +325,7 @@ class Llm:
                 self._loop.show(sample.stream, "turn" if tool is None else "tool_call", wall_us, seconds, **about)
         return result, seconds
 
-    async def call_tools(self, calls: Sequence[Any]) -> list[Message]:
+    async def call_tools(self, calls: Sequence[ToolCall]) -> list[Message]:
         """Call tools beside each other and return their answers as messages.
 
         Raises:
@@ -369,7 +375,7 @@ class AgentLoop:
     name: str = "single_turn"
     """As in the config."""
     chat: Chat | None = None
-    toolbox: Any = None
+    toolbox: Toolbox | None = None
     max_turns: int | None = 1
     max_tool_calls: int | None = None
     timeout_s: float | None = None

@@ -9,10 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pellucid.agents.chat import FIELD, Chat
+from pellucid.agents.chat import FIELD, Chat, ParseCalls
 from pellucid.agents.environments import ENVIRONMENTS, Environment
 from pellucid.agents.llm import Agent, AgentLoop, Llm
+from pellucid.agents.tool_formats import FORMATS, guess_format, parse, parse_with_template
+from pellucid.agents.tools import Toolbox, load_tools
 from pellucid.config.schema.agent import AgentConfig
+from pellucid.console import notice
 from pellucid.errors import UserError
 from pellucid.plugins import load_object
 from pellucid.types import Outcome, Prompt, ToolUse
@@ -94,12 +97,44 @@ def make_loop(
     Raises:
         UserError: the agent or environment cannot be loaded, or the model's chat template cannot go on from its turns.
     """
-    toolbox = None
-    chat = Chat(tokenizer, eos_token_ids, templated=templated, system_prompt=system_prompt)
-    if section.name in AGENTS:
-        entry = AGENTS[section.name]
-        chat.check(entry.roles)
-        agent = entry.make(section)
-    else:
-        agent = load_object(section.name, f"{FIELD}.name")
-    return AgentLoop(agent, section.name, chat, toolbox, section.max_turns, None, section.timeout_s)
+    named = section.tools or section.mcp_servers
+    if section.name == "tools" and not named:
+        raise UserError(f"{FIELD}.tools", "is empty, and the agent calls tools.", "Name some, e.g. [python].")
+    given = entry.make(section) if (entry := AGENTS.get(section.name)) else load_object(section.name, f"{FIELD}.name")
+    toolbox = _toolbox(section) if named else None
+    try:
+        schemas = toolbox.schemas if toolbox else []
+        parse_calls = _parser(section, tokenizer) if named else None
+        chat = Chat(tokenizer, eos_token_ids, schemas, parse_calls, templated=templated, system_prompt=system_prompt)
+        if entry is not None:
+            chat.check(entry.roles)
+        if schemas and not chat.names_tools:
+            notice(f"{FIELD}.tools: the chat template names no tools to the model; data.system_prompt can.")
+    except UserError:
+        if toolbox is not None:
+            toolbox.close()
+        raise
+    limits = section.max_turns, section.max_tool_calls, section.timeout_s
+    return AgentLoop(given, section.name, chat, toolbox, *limits)
+
+
+def _toolbox(section: AgentConfig) -> Toolbox:
+    output = section.max_tool_output
+    tools = load_tools(section.tools, section.mcp_servers, max_output_chars=output)
+    return Toolbox(tools, timeout_s=section.tool_timeout_s, max_output_chars=output)
+
+
+def _parser(section: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> ParseCalls:
+    """Return what finds the calls in a turn's text, given how many the trajectory has made before.
+
+    Raises:
+        UserError: nothing says how the model writes calls.
+    """
+    if section.format == "auto" and tokenizer.response_template:
+        return lambda text, number: parse_with_template(tokenizer, text, first_id=number)
+    template = tokenizer.chat_template
+    name = section.format if section.format != "auto" else guess_format(template if isinstance(template, str) else "")
+    if name is None:
+        reason = "the model's chat template does not show how it writes calls of tools."
+        raise UserError(f"{FIELD}.format", reason, f"Set it to one of {', '.join(FORMATS)}.")
+    return lambda text, number: parse(name, text, number)

@@ -73,7 +73,7 @@ class Arithmetic(Task):
         shown = {
             "plain": [(plain, answer)],
             "chat": [(chat, answer)],
-            "calls": [(plain, answer), (plain, plain), (f"{plain}{plain}<eos>{answer}", answer)],
+            "calls": [(plain, answer), (plain, plain), (f"{plain}{plain}<eos>{answer}=", answer)],
         }[args.style]
         prompt, said = shown[number % len(shown)]
         row = {"prompt": prompt, "answer": said, "data_source": self.name}

@@ -10,6 +10,7 @@ from pellucid.config.fields import Alias, Needs, OrImportPath, Range, option
 _AGENT = "actor_rollout_ref.rollout.agent"
 _NAME = f"{_AGENT}.name"
 _TURNS = Needs(_NAME, ("tools", "env"))
+_TOOLS = Needs(_NAME, ("tools",))
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,16 @@ class AgentConfig:
     class with `reset() -> text` and `step(text) -> (text, reward, done)`, which is made with the prompt."""
     reward_at: Literal["end", "turn"] = option("end", needs=_TURNS)
     """Where rewards of turns count: all together on the last sampled token, or each on the last one of its turn."""
+    tools: list[str] = option(list, needs=_TURNS)
+    """What may be called: Python functions by import path (`file.py:name`), whose signature and docstring the model
+    sees, and `python`, which runs code in a sandbox."""
+    mcp_servers: list[str] = option(list, needs=_TURNS)
+    """MCP servers whose tools may be called: commands that start one, or addresses (http://…)."""
+    format: Literal["auto", "hermes", "llama3", "mistral"] = option("auto", needs=_TOOLS)
+    """How the model writes calls; auto tells by its chat template."""
+    max_tool_calls: Annotated[int, Range(ge=1)] | None = option(None, needs=_TURNS)
+    """Most calls in a trajectory; null: no limit."""
+    tool_timeout_s: Annotated[float, Range(gt=0)] = option(30.0, needs=_TURNS)
+    """Longest time of a call in seconds; one that takes longer is ended, and the model is told so."""
+    max_tool_output: Annotated[int, Range(ge=1)] = option(4096, needs=_TURNS)
+    """Most characters of what a call gives back; the rest is cut off, and the model is told so."""
