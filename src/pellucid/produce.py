@@ -149,7 +149,7 @@ def _agent_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         "agent/turns": [float(len(of_one)) for of_one in turns],
         "agent/sequences": [float(len(rollout.parts)) for rollout in rollouts],
         "agent/tool_calls": [float(len(uses)) for uses in calls],
-        "agent/tool_s": [sum(use.seconds for use in uses) for uses in calls],
+        "agent/tool_s": [sum((use.seconds for use in uses), 0.0) for uses in calls],
     }
     shares = {
         "agent/tool_failures": sum(bool(use.failure) for use in every) / max(len(every), 1),

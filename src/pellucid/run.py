@@ -257,7 +257,7 @@ def _show_on(spans: SpanRecorder, config: RunConfig) -> Callable[..., None]:
     """Return what shows turns and calls of tools on the timeline, in training under the step that they are for."""
 
     def show(stream: RunStream, name: str, wall_us: int, duration_s: float, **about: str | int) -> None:
-        if len(stream) > 1:  # no validation
+        if stream[0] != "validate":
             number = int(stream[1])
             about["step"] = step_of_group(number, config) if config.trainer.schedule == "async" else number
         spans.record_call(name, wall_us, duration_s, **about)

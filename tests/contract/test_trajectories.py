@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from engine_cases import (
@@ -24,8 +25,12 @@ from test_rollout_engine import make_engine
 from pellucid.agents.environments import Calculator, Guess, calculate
 from pellucid.agents.llm import AgentLoop, Sample, TrajectoryEndError, sample_rollouts
 from pellucid.agents.loops import in_environment
+from pellucid.config import RunConfig
+from pellucid.config.schema.data import DataConfig
+from pellucid.config.schema.trainer import TrainerConfig
 from pellucid.errors import RunFailedError
 from pellucid.rollout.requests import SamplingParams, run_sync
+from pellucid.run import _show_on
 from pellucid.types import Outcome, Prompt, Samples, Score
 
 PARAMS = SamplingParams(n=2, max_tokens=60)
@@ -218,6 +223,18 @@ def test_what_a_trajectory_does_is_shown_however_it_ends(engine):
     kinds += [("turn", None, 3), ("tool_call", "environment", 3)]
     assert spans == [(STREAM, name, tool, "n", 0, turn) for name, tool, turn in kinds]
     assert rollout.finish_reason == "timeout" and len(rollout.turns) == 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stream", "step"),
+    [("sync", ("rollout", 7, 2), 7), ("sync", ("greedy", 7), 7), ("async", ("rollout", 7, "c1", 0), 2), ("sync", ("validate", "c1", 0), None)],
+)
+def test_what_is_shown_stands_under_the_step_that_it_is_for(schedule, stream, step):
+    config = RunConfig(data=DataConfig(train_batch_size=4), trainer=TrainerConfig(schedule=schedule))
+    spans = SimpleNamespace(record_call=lambda *args, **about: shown.append((args, about)))
+    shown = []
+    _show_on(spans, config)(stream, "turn", 5, 0.5, uid="a")
+    assert shown == [(("turn", 5, 0.5), {"uid": "a"} | ({} if step is None else {"step": step}))]
 
 
 def test_guess_says_where_the_number_is():

@@ -100,6 +100,12 @@ def test_lengths_and_staleness_count_sampled_tokens():
     assert staleness_metrics(run, samples()) == {"staleness/mean": pytest.approx(1 / 6), "staleness/max": 1.0}
 
 
+def test_several_turns_without_tools_have_their_metrics():
+    quiet = dataclasses.replace(ROLLOUTS[1], turns=tuple(dataclasses.replace(turn, tool_calls=()) for turn in ROLLOUTS[1].turns))
+    metrics = sample_metrics([quiet], SCORES[:1], has_turns=True)
+    assert (metrics["agent/turns/mean"], metrics["agent/tool_calls/mean"], metrics["agent/tool_s/max"]) == (2, 0, 0)
+
+
 def test_each_sequence_of_a_trajectory_is_a_row_with_its_score():
     begun = dataclasses.replace(TWO, token_ids=[8, 8], text="other words", context="c1")
     branch = Rollout(begun, 1, [6], [True], [-1.5], [4], (Turn(0, 1, "stop"),), "stop", "e", sequence=1, num_sequences=2)
