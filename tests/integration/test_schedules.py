@@ -15,6 +15,9 @@ from pellucid.files.rollout_dump import read_rollouts
 pytestmark = pytest.mark.processes
 STEPS, ONE_OFF = "trainer.total_training_steps=5", "trainer.schedule=one_step_off"
 ASYNC = ("trainer.schedule=async", "trainer.max_staleness=2", STEPS, "trainer.val_before_train=false")
+AGENT = "actor_rollout_ref.rollout.agent"
+GAME = ("data.train_files=task:guess?size=200", "data.val_files=null", "data.max_response_length=24", f"{AGENT}.name=env",
+        f"{AGENT}.environment=guess", f"{AGENT}.max_turns=4")  # fmt: skip
 LEARNING = ("actor/", "critic/", "mismatch/", "response_length/")
 
 
@@ -31,6 +34,25 @@ def samples_of(records: list[dict]) -> Counter:
     return Counter((record["uid"], record["sample"], tuple(record["response_ids"]), record["step"]) for record in records)
 
 
+def forget_steps_after(work: Workspace, step: int) -> None:
+    """Leave the run as it was when the checkpoint of a step was its last."""
+    for folder in (work.run_dir / "checkpoints").glob("global_step_*"):
+        if int(folder.name.rpartition("_")[2]) > step:
+            shutil.rmtree(folder)
+    lines = (work.run_dir / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    (work.run_dir / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+
+
+def test_a_game_of_several_turns_resumes_bitwise(work):
+    work.train(STEPS, *GAME)
+    whole, finished = learned(work), state(work.run_dir)
+    assert metrics(work.run_dir)[-1]["agent/turns/max"] == 4 and metrics(work.run_dir)[-1]["mismatch/logp_max_abs_diff"] < 1e-4
+    forget_steps_after(work, 3)
+    assert "resuming" in work.train(STEPS, *GAME).output
+    assert learned(work) == whole and state(work.run_dir) == finished
+
+
 def test_one_step_off_is_sync_with_weights_of_a_step_ago_and_resumes_bitwise(work):
     """The laboratory samples from weights of a step ago in one process: to the last bit what an engine beside it does."""
     work.train(STEPS, "actor_rollout_ref.rollout.simulate_mismatch.stale_steps=1")
@@ -41,11 +63,7 @@ def test_one_step_off_is_sync_with_weights_of_a_step_ago_and_resumes_bitwise(wor
     last = metrics(work.run_dir)[-1]
     assert last["perf/weight_sync_gb_s"] > 0 and {"perf/produce_busy", "perf/learn_busy", "perf/overlap"} <= last.keys()
     whole, finished = learned(work), state(work.run_dir)
-    for step in (4, 5):
-        shutil.rmtree(work.run_dir / "checkpoints" / f"global_step_{step}")
-    lines = (work.run_dir / "metrics.jsonl").read_text().splitlines()
-    kept = [line for line in lines if json.loads(line)["step"] <= 3]
-    (work.run_dir / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    forget_steps_after(work, 3)
     assert "resuming" in work.train(STEPS, ONE_OFF).output
     assert learned(work) == whole and state(work.run_dir) == finished
 
@@ -65,14 +83,15 @@ def test_async_trains_on_every_group_once_within_its_staleness(work, update):
     assert sum(row["async/dropped_groups"] for row in rows) == 0 and all(row["mismatch/mismatch_kl"] is not None for row in rows)
 
 
-def test_async_goes_on_with_what_was_sampled_when_it_was_killed(work):
+@pytest.mark.parametrize("turns", [(), GAME], ids=["answers", "turns"])
+def test_async_goes_on_with_what_was_sampled_when_it_was_killed(work, turns):
     """That of the checkpoint, and from the journal what was finished after it: known by a token that is altered there."""
 
     def since_checkpoint() -> list[dict]:
         return [json.loads(line) for line in journal.read_text().splitlines()[:-1]] if journal.exists() else []
 
     journal, checkpoint = work.run_dir / "journal" / "since_version_2.jsonl", work.run_dir / "checkpoints" / "global_step_2"
-    command = work.start("train", work.recipe, *ASYNC, "trainer.save_freq=2")
+    command = work.start("train", work.recipe, *ASYNC, "trainer.save_freq=2", *turns)
     wait_for(lambda: (checkpoint.exists() and since_checkpoint()) or command.poll() is not None, command)
     command.signal(signal.SIGKILL)
     command.wait()
@@ -84,13 +103,13 @@ def test_async_goes_on_with_what_was_sampled_when_it_was_killed(work):
         one["rollout"]["token_ids"][0] ^= 1
         finished.add((one["uid"], one["rollout"]["sample"], tuple(one["rollout"]["token_ids"])))
     journal.write_text("".join(json.dumps(one) + "\n" for one in noted) + '{"number": 1')
-    work.train(*ASYNC)
+    work.train(*ASYNC, *turns)
     records = trained_on(work)
     assert len(records) == 5 * 16 and max(samples_of(records).values()) == 1
     assert finished <= {(record["uid"], record["sample"], tuple(record["response_ids"])) for record in records}
     uids = Counter(record["uid"] for record in records)
     assert set(uids.values()) == {4}, "a group was trained on twice, or in part"
-    done = work.train("trainer.total_training_steps=6", status=2)
+    done = work.train("trainer.total_training_steps=6", *turns, status=2)
     assert "trainer.schedule" in done.text and "what async sampled for later steps" in done.text
 
 

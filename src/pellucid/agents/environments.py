@@ -85,12 +85,14 @@ class Guess:
         return "+" if self._number > found[-1] else "-", 0.0, False
 
 
-ENVIRONMENTS: dict[str, Callable[[Prompt], Environment]] = {
-    "attempts": Attempts,
-    "calculator": Calculator,
-    "guess": Guess,
+ENVIRONMENTS: dict[str, tuple[Callable[[Prompt], Environment], bool]] = {
+    "attempts": (Attempts, False),
+    "calculator": (Calculator, True),
+    "guess": (Guess, True),
 }
-"""By `rollout.agent.environment`."""
+"""By `rollout.agent.environment`, and whether it answers in microseconds: then it is asked at once, and a run can be
+repeated bit for bit; what threads answer comes in whatever order.
+"""
 
 
 def _verified(prompt: Prompt, text: str) -> float:

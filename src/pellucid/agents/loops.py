@@ -31,13 +31,15 @@ async def tools(prompt: Prompt, llm: Llm, toolbox: Any) -> None:
         messages = [*llm.messages, *await llm.call_tools(answer.calls)]
 
 
-def in_environment(make: Callable[[Prompt], Environment]) -> Agent:
-    """Return the agent that takes turns with the environments that `make` makes."""
+def in_environment(make: Callable[[Prompt], Environment], *, at_once: bool = False) -> Agent:
+    """Return the agent that takes turns with the environments that `make` makes, asked `at_once` or in threads."""
     threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="environment")
 
     async def call(method: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
+        if at_once:
+            return method(*arguments)
         return await asyncio.get_running_loop().run_in_executor(threads, method, *arguments)
 
     async def environment(prompt: Prompt, llm: Llm, toolbox: Any) -> Outcome | None:
@@ -67,7 +69,8 @@ def _environment(section: AgentConfig) -> Agent:
     if name is None:
         reason = "is not set, and the agent takes turns with one."
         raise UserError(field, reason, f"Take one of {', '.join(ENVIRONMENTS)}, or one of your own.")
-    return in_environment(ENVIRONMENTS[name] if name in ENVIRONMENTS else load_object(name, field))
+    make, at_once = ENVIRONMENTS[name] if name in ENVIRONMENTS else (load_object(name, field), False)
+    return in_environment(make, at_once=at_once)
 
 
 AGENTS = {
