@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "convert_smollm2.py"
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.processes
 
 
 def convert(wheel: Path, out: Path) -> subprocess.CompletedProcess:
