@@ -169,10 +169,8 @@ ON = {
     "reward_model.launch_reward_fn_async": "true",
     f"{ACTOR}.fsdp_config.wrap_policy.min_num_params": "1000",
     f"{ACTOR}.megatron": "{tensor_model_parallel_size: 2}",
-    f"{ROLLOUT}.multi_turn.enable": "true",
     f"{ACTOR}.use_fused_kernels": "true",
     f"{ACTOR}.freeze_vision_tower": "true",
-    f"{ROLLOUT}.agent.agent_loop_config_path": "loops.yaml",
 }
 
 
@@ -198,9 +196,9 @@ def test_several_later_keys_are_refused_together():
 
 def test_an_off_block_may_link_to_keys_that_do_not_exist():
     assert (
-        load_config(None, [*BASE, f"+{ROLLOUT}.multi_turn.x='${{global_profiler.no.such}}'"])
+        load_config(None, [*BASE, f"+{ROLLOUT}.trace.x='${{global_profiler.no.such}}'"])
         .notices[0]
-        .endswith("rollout.multi_turn.x")
+        .endswith("rollout.trace.x")
     )
 
 

@@ -17,7 +17,7 @@ SCRIPT = """
 """
 REFUSED = """
     load_format=bitsandbytes data_parallel_size=2 pipeline_model_parallel_size=2 expert_parallel_size=8 logprobs_mode=raw_logprobs
-    agent.agent_loop_config_path=loops.yaml agent.default_agent_loop=tool_agent multi_turn.enable=True skip_rollout=True
+    agent.agent_loop_config_path=loops.yaml skip_rollout=True
     trace.backend=mlflow quantization=fp8
 """
 BLOCK = """
@@ -105,3 +105,61 @@ def test_the_sizes_of_graphs_go_to_vllm():
 def test_what_would_change_the_run_and_is_not_there_stops_it(key):
     error = error_of(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.{key}")
     assert error.field == f"{ROLLOUT}.{key.partition('=')[0]}" and "asks for what this version does not have" in str(error)
+
+
+AGENT = f"{ROLLOUT}.agent"
+TOOLS = f"{AGENT}.tools=[python]"
+
+
+@pytest.mark.parametrize(
+    ("keys", "max_turns"),
+    [
+        ("multi_turn.enable=True", 8),
+        ("agent.default_agent_loop=tool_agent agent.num_workers=8", 8),
+        ("agent.default_agent_loop=tool_agent multi_turn.enable=True", 8),
+        ("agent.default_agent_loop=single_turn_agent multi_turn.enable=True multi_turn.max_turns=3", 3),
+        ("multi_turn.enable=True multi_turn.max_assistant_turns=5", 5),
+        ("multi_turn.enable=True multi_turn.max_user_turns=5", 6),
+        ("multi_turn.enable=True multi_turn.max_user_turns=5 multi_turn.max_assistant_turns=7", 6),
+        ("multi_turn.enable=True multi_turn.max_user_turns=null multi_turn.max_assistant_turns=7", 7),
+    ],
+)
+def test_a_loop_of_several_turns_becomes_an_agent_with_tools(keys, max_turns):
+    agent = load(TOOLS, *(f"{ROLLOUT}.{key}" for key in keys.split())).config.actor_rollout_ref.rollout.agent
+    assert (agent.name, agent.max_turns, agent.format, agent.max_tool_output) == ("tools", max_turns, "auto", 4096)
+
+
+def test_how_calls_are_written_and_results_are_cut_is_read(tmp_path):
+    block = "{enable: true, format: llama3_json, max_tool_response_length: 256, tool_response_truncate_side: left, " \
+        "max_assistant_turns: null, tool_config_path: null, tokenization_sanity_check_mode: strict}"
+    (file := tmp_path / "verl.yaml").write_text(f"actor_rollout_ref: {{rollout: {{multi_turn: {block}}}}}")
+    loaded = load(TOOLS, source=file)
+    agent = loaded.config.actor_rollout_ref.rollout.agent
+    assert (agent.name, agent.format, agent.max_tool_output) == ("tools", "llama3", 256)
+    text, _ = migrate(file)
+    rollout = yaml.safe_load(text)["actor_rollout_ref"]["rollout"]
+    assert rollout == {"agent": {"name": "tools", "format": "llama3", "max_tool_output": 256}}
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("multi_turn.tool_config_path=tools.yaml", "rollout.agent.tools: [file.py:function]"),
+        ("multi_turn.interaction_config_path=talk.yaml", "rollout.agent.environment: file.py:Class"),
+        ("multi_turn.completion_callback=mine.Callback", "rollout.agent.name: file.py:function"),
+        ("multi_turn.max_parallel_calls=2", "max_tool_calls"),
+        ("multi_turn.tool_response_truncate_side=middle", "Set it to left"),
+        ("multi_turn.num_repeat_rollouts=4", "rollout.n."),
+        ("multi_turn.max_asistant_turns=2", "max_assistant_turns"),
+        ("agent.default_agent_loop=my_agent", "rollout.agent.name: file.py:function"),
+        ("agent.agent_loop_config_path=loops.yaml", "rollout.agent.name: file.py:function"),
+    ],
+)
+def test_what_a_loop_does_otherwise_here_is_said(key, remedy):
+    error = error_of(TOOLS, f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.{key}")
+    assert error.field == f"{ROLLOUT}.{key.partition('=')[0]}" and remedy in error.remedy
+
+
+def test_a_format_that_nothing_reads_names_those_that_are():
+    error = error_of(TOOLS, f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=gpt-oss")
+    assert error.field == f"{AGENT}.format" and "hermes" in str(error)

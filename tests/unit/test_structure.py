@@ -53,7 +53,7 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 3030,
     tuple(sorted(BASE)): 1010,
     ("algo",): 1220,
-    ("config",): 3900,
+    ("config",): 3915,
     ("tasks", "data", "reward"): 1420,
     ("training",): 2455,
     ("roles",): 590,

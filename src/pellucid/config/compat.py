@@ -145,6 +145,39 @@ def _profiling(old: Tree, tool: str) -> Tree:
     return new
 
 
+def _multi_turn(key: str, block: Any) -> Tree:
+    """Read `rollout.multi_turn`: a loop that calls tools, or nothing where it is not enabled.
+
+    Raises:
+        UserError: an unknown key, or one that asks for what is done otherwise here.
+    """
+    block = _section(key, block, (*_MULTI_TURN, *_MULTI_TURN_ELSEWHERE)) if block.get("enable") else {}
+    for name, (same, remedy) in _MULTI_TURN_ELSEWHERE.items():
+        if block.get(name, same) != same:
+            reason = f"the value {yaml_word(block[name])} asks for what is done otherwise here."
+            raise UserError(f"{key}.{name}", reason, remedy)
+    # The model answers once more after the last user's turn.
+    turns = [block[name] + (name == "max_user_turns") for name in _MULTI_TURN if "turns" in name and name in block]
+    new = {
+        "name": block and "tools",
+        "max_turns": turns and min(turns),
+        "format": {"llama3_json": "llama3"}.get(block.get("format", ""), block.get("format")),
+        "max_tool_output": block.get("max_tool_response_length"),
+    }
+    return {f"{_AGENT}.{name}": value for name, value in new.items() if value}
+
+
+def _agent_loop(key: str, value: Any) -> Tree:
+    """Read the name of verl's agent loop.
+
+    Raises:
+        UserError: it is none of verl's own.
+    """
+    if value != "tool_agent":
+        raise UserError(key, f"there is no agent '{value}'.", _OWN_AGENT)
+    return {f"{_AGENT}.name": "tools"}
+
+
 def _beside(*names: str) -> Callable[[str, Any], Tree]:
     """Return a function that says a key's value by other keys of its section."""
     return lambda key, value: {f"{key.rpartition('.')[0]}.{name}": value for name in names}
@@ -180,7 +213,26 @@ class Row:
         return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
 
 
-_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+_ROLLOUT, _ACTOR, _AGENT = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.rollout.agent"
+_OWN_AGENT = f"Name an agent of your own by import path, {_AGENT}.name: file.py:function."
+_MULTI_TURN = (
+    *("enable", "max_turns", "max_assistant_turns", "max_user_turns", "format", "max_tool_response_length"),
+    # A context only ever grows by tokens, so that no template is asked and nothing needs to be compared.
+    *("use_inference_chat_template", "tokenization_sanity_check_mode"),
+)
+"""Keys of verl's `multi_turn` that say what a loop here does, too."""
+_MULTI_TURN_ELSEWHERE = {
+    "tool_config_path": (
+        None,
+        f"Name functions in {_AGENT}.tools: [file.py:function], servers in {_AGENT}.mcp_servers.",
+    ),
+    "interaction_config_path": (None, f"Set {_AGENT}.name: env and {_AGENT}.environment: file.py:Class."),
+    "completion_callback": (None, _OWN_AGENT),
+    "max_parallel_calls": (None, f"Remove it: all calls of a turn are made; {_AGENT}.max_tool_calls limits them."),
+    "tool_response_truncate_side": ("left", "Set it to left: of what is too long, the end is cut off."),
+    "num_repeat_rollouts": (None, f"Set {_ROLLOUT}.n."),
+}
+"""Its other keys → the value at which they ask for what is done here, and what to do about any other."""
 _MEMORY = "global_profiler.global_tool_config.torch_memory"
 _ENGINE_KEYS: dict[str, tuple[Any, ...]] = {
     # An engine starts empty, and gets the trainer's weights in buckets, whatever is set here.
@@ -195,8 +247,6 @@ _ENGINE_KEYS: dict[str, tuple[Any, ...]] = {
     "prometheus.*": (...,),
     "skip_tokenizer_init": (True, False),
     "agent.num_workers": (...,),
-    "agent.default_agent_loop": ("single_turn_agent",),
-    "agent.agent_loop_config_path": (),
     "agent.custom_async_server.*": (),
     "logprobs_mode": ("processed_logprobs",),
     "scheduling_policy": ("fcfs", "priority"),
@@ -212,8 +262,6 @@ _ENGINE_KEYS: dict[str, tuple[Any, ...]] = {
     "trace.backend": (),
     "trace.*": (...,),  # of that backend
     "quantization*": (),
-    "multi_turn.enable": (False,),
-    "multi_turn.*": (...,),  # what a loop of several turns would do, which is refused above
 }
 """Keys of verl's rollout section that Pellucid decides by itself → the values beside null that ask for nothing."""
 _FOLDER = "The run decides where captures go; set global_profiler.save_path for another folder."
@@ -247,6 +295,9 @@ TABLE: tuple[Row, ...] = (
     Row("*.ppo_micro_batch_size", (), _beside("ppo_micro_batch_size_per_gpu"), stops=True),
     Row("algorithm.rollout_correction", ({},), _correction),
     Row("actor_rollout_ref.hybrid_engine", (True,), lambda *_: {f"{_ROLLOUT}.mode": "separate"}),
+    Row(f"{_ROLLOUT}.multi_turn", ({},), _multi_turn),
+    Row(f"{_AGENT}.default_agent_loop", ("single_turn_agent",), _agent_loop),
+    Row(f"{_AGENT}.agent_loop_config_path", (), remedy=_OWN_AGENT),
     Row("rollout.nnodes", (), lambda _, value: {f"{_ROLLOUT}.nnodes": value}),
     Row("rollout.n_gpus_per_node", (), lambda _, value: {f"{_ROLLOUT}.n_gpus_per_node": value}),
     Row("*.fsdp_config.mixed_precision", ({},), _mixed_precision),
