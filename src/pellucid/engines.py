@@ -168,16 +168,18 @@ def _make_native_replica(config: RunConfig) -> RolloutEngine:
 def _vllm_options(config: RunConfig) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs` that the config stands for."""
     model, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    on_cpu, longest = devices.choose_device(config.trainer.device).type == "cpu", longest_request(section)
     own = {
         "model": model_folder(model.path),
         "dtype": section.dtype,
-        "max_model_len": longest_request(section),
+        "max_model_len": longest,
         "max_num_seqs": section.max_num_seqs,
-        "max_num_batched_tokens": section.max_num_batched_tokens,
+        "max_num_batched_tokens": max(section.max_num_batched_tokens, longest * on_cpu),
         "tensor_parallel_size": section.tensor_model_parallel_size,
         "enforce_eager": section.enforce_eager,
         "gpu_memory_utilization": section.gpu_memory_utilization,
-        "enable_chunked_prefill": section.enable_chunked_prefill,
+        # On a CPU vLLM cannot take back what it drew after a part of a prompt for a request with a seed of its own.
+        "enable_chunked_prefill": section.enable_chunked_prefill and not on_cpu,
         "enable_prefix_caching": section.enable_prefix_caching,
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": model.override_config,

