@@ -16,6 +16,7 @@ from engine_cases import (
     STREAM,
     TOKENIZER,
     assert_scored_alike,
+    drawn,
     prompt_of,
     some_prompts,
     trainer_of,
@@ -134,6 +135,20 @@ def test_a_turn_computes_nothing_of_the_turns_before_it_again(engine):
     given = sum(len(rollout.token_ids) - rollout.num_sampled for rollout in rollouts)
     last = sum(len(rollout.turns) - 1 for rollout in rollouts)  # the last token of a turn goes in with what follows
     assert computed <= prompts + given + last
+    assert engine.stats().kept == 0
+
+
+def test_nothing_is_kept_of_a_turn_that_was_given_up(engine):
+    async def given_up():
+        loop, params = loop_of(twice), SamplingParams(max_tokens=200, ignore_eos=True)
+        task = asyncio.ensure_future(loop.roll_out(engine, Sample(NUMBER, 0, STREAM), params))
+        await drawn(engine, 5)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await loop.roll_out(engine, Sample(NUMBER, 1, STREAM), PARAMS)
+
+    run_sync(given_up())
     assert engine.stats().kept == 0
 
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -93,7 +94,7 @@ class NativeRolloutEngine(RolloutEngine):
             return await answer
         except asyncio.CancelledError:
             self._answers.pop(row, None)
-            row.aborted = True
+            row.aborted, row.request = True, replace(request, keep_cache=False)  # nobody will come back for it
             if row in self.decoder.waiting:
                 self.decoder.waiting.remove(row)
             raise
