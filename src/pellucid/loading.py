@@ -11,6 +11,7 @@ from pellucid.config import RunConfig
 from pellucid.config.schema.critic import CriticModelConfig
 from pellucid.config.schema.model import ModelConfig
 from pellucid.data.prompts import uses_template
+from pellucid.files.rundir import RunDir
 from pellucid.training.common.lora import add_lora
 from pellucid.training.common.models import load_model, load_tokenizer, model_folder, response_ends
 from pellucid.training.common.value_models import load_value_model
@@ -28,12 +29,21 @@ def run_loop(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> AgentLoop
     Raises:
         UserError: it cannot be loaded, or does not go with the model's chat template.
     """
-    model, section, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.agent, config.data
+    model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
+    section = rollout.agent
     if section.name == "single_turn":
         return SINGLE_TURN
     ends = response_ends(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
     templated = uses_template(tokenizer, data.chat_template)
-    return make_loop(section, tokenizer, ends, templated=templated, system_prompt=data.system_prompt)
+    return make_loop(
+        section,
+        tokenizer,
+        ends,
+        templated=templated,
+        system_prompt=data.system_prompt,
+        longest=rollout.prompt_length + rollout.response_length,
+        logs=RunDir(config.trainer.default_local_dir).logs / "agents",
+    )
 
 
 def load_policy(config: RunConfig, device: torch.device, *, adapters: bool = True) -> PreTrainedModel:

@@ -50,15 +50,15 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3030,
+    ("loop", *sorted(RUN - {"loop"})): 3040,
     tuple(sorted(BASE)): 1010,
     ("algo",): 1220,
-    ("config",): 3915,
+    ("config",): 3920,
     ("tasks", "data", "reward"): 1420,
     ("training",): 2455,
     ("roles",): 590,
-    ("rollout",): 4460,
-    ("agents",): 2120,
+    ("rollout",): 4465,
+    ("agents",): 2720,
     ("ranks",): 1850,
     ("observe",): 4885,
     ("precision",): 3390,
@@ -69,7 +69,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 34_000
+MAX_LINES = 34_500
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

@@ -8,6 +8,7 @@ than that anew.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any
 from uuid import uuid4
 
@@ -54,6 +55,15 @@ class Chat:
         self.parse_calls, self._templated = parse_calls, templated
         self._asked = [*([{"role": "system", "content": system_prompt}] if system_prompt else []), _ASKED]
         self._checked: set[str] = set()
+        self._with_tools: dict[str, Chat] = {}
+
+    def with_tools(self, tools: list[dict[str, Any]]) -> "Chat":
+        """Return what renders chats in which other tools are named to the model."""
+        key = json.dumps(tools)
+        if key not in self._with_tools:
+            self._with_tools[key] = other = copy(self)
+            other._tools, other._checked = tools, set()
+        return self._with_tools[key]
 
     @property
     def names_tools(self) -> bool:

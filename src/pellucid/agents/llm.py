@@ -383,6 +383,8 @@ class AgentLoop:
     show: Callable[..., object] | None = None
     """Shows what a trajectory does on the timeline: its stream, `turn` or `tool_call`, the start in microseconds since
     1970, seconds, and what is shown with it."""
+    close_agent: Callable[[], None] | None = None
+    """Ends what the agent runs on."""
 
     @property
     def has_turns(self) -> bool:
@@ -395,7 +397,9 @@ class AgentLoop:
         return [] if self.toolbox is None else self.toolbox.schemas
 
     def close(self) -> None:
-        """End what tools run on."""
+        """End what agent and tools run on."""
+        if self.close_agent is not None:
+            self.close_agent()
         if self.toolbox is not None:
             self.toolbox.close()
 

@@ -5,11 +5,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from pellucid.agents.chat import FIELD, Chat, ParseCalls
+from pellucid.agents.endpoint import Endpoint
 from pellucid.agents.environments import ENVIRONMENTS, Environment
 from pellucid.agents.llm import Agent, AgentLoop, Llm
 from pellucid.agents.tool_formats import FORMATS, guess_format, parse, parse_with_template
@@ -87,6 +90,8 @@ def make_loop(
     *,
     templated: bool,
     system_prompt: str | None,
+    longest: int,
+    logs: Path,
 ) -> AgentLoop:
     """Return the agent of a run with its limits.
 
@@ -96,19 +101,29 @@ def make_loop(
         eos_token_ids: ids that end a turn.
         templated: whether prompts are rendered by the tokenizer's chat template.
         system_prompt: what they begin with, if anything.
+        longest: tokens that a sequence may have, those that it begins with included.
+        logs: folder for what the programs of agents write to their standard error.
 
     Raises:
         UserError: the agent or environment cannot be loaded, or the model's chat template cannot go on from its turns.
     """
+    parse_calls = _parser(section, tokenizer)
+    if section.name == "endpoint":
+        chat = Chat(tokenizer, eos_token_ids, None, parse_calls, templated=templated, system_prompt=system_prompt)
+        endpoint = Endpoint(section, chat, longest, logs)
+        return AgentLoop(endpoint, section.name, chat, max_turns=None, close_agent=endpoint.close)
     named = section.tools or section.mcp_servers
+    if named and parse_calls is None:
+        reason = "the model's chat template does not show how it writes calls of tools."
+        raise UserError(f"{FIELD}.format", reason, f"Set it to one of {', '.join(FORMATS)}.")
     if section.name == "tools" and not named:
         raise UserError(f"{FIELD}.tools", "is empty, and the agent calls tools.", "Name some, e.g. [python].")
     given = entry.make(section) if (entry := AGENTS.get(section.name)) else load_object(section.name, f"{FIELD}.name")
     toolbox = _toolbox(section) if named else None
     try:
         schemas = toolbox.schemas if toolbox else []
-        parse_calls = _parser(section, tokenizer) if named else None
-        chat = Chat(tokenizer, eos_token_ids, schemas, parse_calls, templated=templated, system_prompt=system_prompt)
+        found = parse_calls if named else None
+        chat = Chat(tokenizer, eos_token_ids, schemas, found, templated=templated, system_prompt=system_prompt)
         if entry is not None:
             chat.check(entry.roles)
         if schemas and not chat.names_tools:
@@ -127,17 +142,13 @@ def _toolbox(section: AgentConfig) -> Toolbox:
     return Toolbox(tools, timeout_s=section.tool_timeout_s, max_output_chars=output)
 
 
-def _parser(section: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> ParseCalls:
+def _parser(section: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> ParseCalls | None:
     """Return what finds the calls in a turn's text, given how many the trajectory has made before.
 
-    Raises:
-        UserError: nothing says how the model writes calls.
+    None where nothing says how the model writes them.
     """
     if section.format == "auto" and tokenizer.response_template:
         return lambda text, number: parse_with_template(tokenizer, text, first_id=number)
     template = tokenizer.chat_template
     name = section.format if section.format != "auto" else guess_format(template if isinstance(template, str) else "")
-    if name is None:
-        reason = "the model's chat template does not show how it writes calls of tools."
-        raise UserError(f"{FIELD}.format", reason, f"Set it to one of {', '.join(FORMATS)}.")
-    return lambda text, number: parse(name, text, number)
+    return None if name is None else partial(parse, name)
