@@ -130,7 +130,7 @@ def test_a_loop_of_several_turns_becomes_an_agent_with_tools(keys, max_turns):
 
 
 def test_how_calls_are_written_and_results_are_cut_is_read(tmp_path):
-    block = "{enable: true, format: llama3_json, max_tool_response_length: 256, tool_response_truncate_side: left, " \
+    block = "{enable: true, format: llama3_json, max_tool_response_length: 256, tool_response_truncate_side: middle, " \
         "max_assistant_turns: null, tool_config_path: null, tokenization_sanity_check_mode: strict}"
     (file := tmp_path / "verl.yaml").write_text(f"actor_rollout_ref: {{rollout: {{multi_turn: {block}}}}}")
     loaded = load(TOOLS, source=file)
@@ -148,7 +148,7 @@ def test_how_calls_are_written_and_results_are_cut_is_read(tmp_path):
         ("multi_turn.interaction_config_path=talk.yaml", "rollout.agent.environment: file.py:Class"),
         ("multi_turn.completion_callback=mine.Callback", "rollout.agent.name: file.py:function"),
         ("multi_turn.max_parallel_calls=2", "max_tool_calls"),
-        ("multi_turn.tool_response_truncate_side=middle", "Set it to left"),
+        ("multi_turn.tool_response_truncate_side=left", "Set it to middle"),
         ("multi_turn.num_repeat_rollouts=4", "rollout.n."),
         ("multi_turn.max_asistant_turns=2", "max_assistant_turns"),
         ("agent.default_agent_loop=my_agent", "rollout.agent.name: file.py:function"),

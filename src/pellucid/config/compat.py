@@ -229,7 +229,7 @@ _MULTI_TURN_ELSEWHERE = {
     "interaction_config_path": (None, f"Set {_AGENT}.name: env and {_AGENT}.environment: file.py:Class."),
     "completion_callback": (None, _OWN_AGENT),
     "max_parallel_calls": (None, f"Remove it: all calls of a turn are made; {_AGENT}.max_tool_calls limits them."),
-    "tool_response_truncate_side": ("left", "Set it to left: of what is too long, the end is cut off."),
+    "tool_response_truncate_side": ("middle", "Set it to middle: of what is too long, both ends are kept."),
     "num_repeat_rollouts": (None, f"Set {_ROLLOUT}.n."),
 }
 """Its other keys → the value at which they ask for what is done here, and what to do about any other."""

@@ -51,7 +51,7 @@ class AgentConfig:
     tool_timeout_s: Annotated[float, Range(gt=0)] = option(30.0, needs=_CALLS)
     """Longest time of a call in seconds; one that takes longer is ended, and the model is told so."""
     max_tool_output: Annotated[int, Range(ge=1)] = option(4096, needs=_CALLS)
-    """Most characters of what a call gives back; the rest is cut off, and the model is told so."""
+    """Most characters of what a call gives back; what is longer is cut in its middle, and the model is told so."""
     command: str | None = option(None, needs=_PROGRAM)
     """Command line of the program that is started once a trajectory, with OPENAI_BASE_URL and OPENAI_API_KEY set."""
     max_programs: Annotated[int, Range(ge=1)] = option(64, needs=_PROGRAM)
