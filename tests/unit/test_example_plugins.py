@@ -1,14 +1,17 @@
 """The worked examples of own estimators, losses and rewards: what they compute, loaded by the path that a config names."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
+from pellucid.agents.llm import Answer
 from pellucid.algo.advantages import AdvantageInputs
 from pellucid.algo.policy_loss import LossInputs
 from pellucid.config.schema.actor import ActorConfig
 from pellucid.plugins import load_object
+from pellucid.types import Outcome, Prompt
 
 PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
@@ -43,3 +46,23 @@ def test_brief_answer_scores_right_and_brief_apart(answer, score, right):
     result = load("brief_answer.py:compute_score")("arithmetic", answer, 94, {})
     assert (result["score"], result["acc"]) == pytest.approx((score, right))
     assert result["score"] == pytest.approx(result["right"] + 0.1 * result["brief"])
+
+
+@pytest.mark.parametrize(
+    ("guesses", "said", "found"),
+    [(["7"], [""], 1.0), (["3", "", "7"], ["", "+", "-"], 0.5), (["15", "8", "7"], ["", "-", "-"], 0.5), (["1"] * 4, ["", *"+++"], 0.0)],
+)
+def test_quick_guess_rewards_early_guesses(guesses, said, found):
+    class Policy:
+        async def complete(self, text):
+            heard.append(text)
+            return Answer(guesses[len(heard) - 1], "stop")
+
+    heard = []
+    outcome = asyncio.run(load("quick_guess.py:quick_guess")(Prompt("a", [], "0-15:", "guess", "7"), Policy(), None))
+    assert heard == said and outcome == Outcome({"found": found}, {"guesses": len(guesses)})
+
+
+def test_the_guide_shows_the_agent_that_is_run():
+    guide = (PLUGINS.parents[1] / "docs" / "agents.md").read_text()
+    assert f"```python\n{(PLUGINS / 'quick_guess.py').read_text()}```" in guide
