@@ -39,7 +39,7 @@ def require_scores(scores: list[Score]) -> list[Score]:
     failures = [score.failure.message for score in scores if score.failure is not None]
     if scores and len(failures) == len(scores):
         reason = f"all {len(scores)} calls of the batch failed; the first: {failures[0]}"
-        raise UserError(FIELD, reason, "Mend the reward function; nothing was scored.")
+        raise UserError(FIELD, reason, "Mend the reward function, or the agent that fails; nothing was scored.")
     return scores
 
 
