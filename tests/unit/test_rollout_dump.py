@@ -19,7 +19,7 @@ from pellucid.errors import UserError
 from pellucid.files.rollout_dump import logp_gaps, read_rollouts, write_rollouts
 from pellucid.files.rundir import RunDir
 from pellucid.files.trajectories import read_turn
-from pellucid.types import Prompt, RewardFailure, Rollout, Score, ToolUse, Turn
+from pellucid.types import Outcome, Prompt, RewardFailure, Rollout, Score, ToolUse, Turn
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -278,3 +278,12 @@ def test_a_single_turn_that_called_something_is_shown_as_one(monkeypatch, run_di
     assert "2 tokens + 0 given in 1 turn " in view(monkeypatch, run_dir)
     write_turns(run_dir, 9, (Turn(0, 2, "stop", 1.5),))
     assert "turn" not in view(monkeypatch, run_dir)
+
+
+def test_columns_of_an_agent_stand_apart_from_those_of_the_file(tmp_path):
+    """One that is called `reward` says nothing of the reward."""
+    outcome = Outcome(columns={"reward": "none of yours", "city": "Rome"})
+    rollout = Rollout(Prompt("p", [1], "1", "task"), 0, [2], [True], [-0.5], [0], (Turn(0, 1, "stop"),), "stop", "2", outcome)
+    write_rollouts(tmp_path / "step_000001.jsonl.zst", [rollout], [Score(0.25)], 1)
+    [record] = read_rollouts(tmp_path / "step_000001.jsonl.zst")
+    assert record["reward"] == 0.25 and record["columns"] == outcome.columns

@@ -100,10 +100,11 @@ def _record(rollout: Rollout, score: Score, step: int) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "reward": score.reward, "reward_parts": score.parts,
         "failure": None if score.failure is None else dataclasses.asdict(score.failure),
-        **rollout.outcome.columns,
         "rollout_logprobs": list(rollout.logprobs),
         **({"policy_version": versions[0]} if len(set(versions)) == 1 else {"policy_versions": versions}),
     }  # fmt: skip
+    if rollout.outcome.columns:
+        record["columns"] = rollout.outcome.columns  # apart: an agent's may be called as the file's own
     if rollout.num_sequences > 1:
         record |= {"sequence": rollout.sequence, "num_sequences": rollout.num_sequences}
     if rollout.num_sampled < len(rollout.token_ids):
