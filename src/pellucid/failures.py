@@ -18,7 +18,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -262,9 +262,8 @@ def run_again(config: RunConfig, roles: Roles, failure: Failure, on_done: Callab
     stage, given = failure.stage, failure.given
     if isinstance(given, GenerateCall):
         engine = roles.engine_of(stage)
-        loop = run_loop(config, run_tokenizer(config))
-        sample_rollouts(engine, given.prompts, given.params, stream=given.stream, on_done=on_done, loop=loop)
-        loop.close()
+        with closing(run_loop(config, run_tokenizer(config))) as loop:  # it mostly ends by the same failure
+            sample_rollouts(engine, given.prompts, given.params, stream=given.stream, on_done=on_done, loop=loop)
         return
     role = roles.named(ROLE_OF[stage])
     if failure.mini_batch is not None:

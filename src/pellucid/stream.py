@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -31,7 +31,6 @@ from pellucid.files.trajectories import (
     read_turn,
     rollout_record,
     score_record,
-    turn_record,
 )
 from pellucid.produce import batch, has_spread, num_tokens, sample_metrics, sampling_params
 from pellucid.reward.scorer import require_scores
@@ -399,7 +398,7 @@ def _group_record(group: Group) -> dict[str, Any]:
         "version": group.version,
         "num_samples": len(group.samples),
         "begun": [
-            {"sample": each.sample, "seconds": each.seconds, "turns": [turn_record(turn) for turn in each.turns]}
+            {"sample": each.sample, "seconds": each.seconds, "turns": list(map(asdict, each.turns))}
             | {name: list(getattr(each, name)) for name in _DRAWN}
             for each in begun
         ],

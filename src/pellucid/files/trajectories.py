@@ -17,7 +17,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     sequences, prompt = {name: list(values) for name, values in rollout.sequences().items()}, rollout.prompt
     return sequences | {
         "sample": rollout.sample,
-        "turns": [turn_record(turn) for turn in rollout.turns],
+        "turns": list(map(dataclasses.asdict, rollout.turns)),
         "finish_reason": rollout.finish_reason,
         "text": rollout.text,
         "outcome": dataclasses.asdict(rollout.outcome),
@@ -41,13 +41,8 @@ def newest_version(record: dict[str, Any]) -> int:
     return max(max(part["versions"], default=-1) for part in (record, *record["branches"]))
 
 
-def turn_record(turn: Turn) -> dict[str, Any]:
-    """Return a turn as plain JSON values."""
-    return dataclasses.asdict(turn)
-
-
 def read_turn(record: dict[str, Any]) -> Turn:
-    """Return the turn that `turn_record` described."""
+    """Return the turn whose fields a record has."""
     return Turn(**dict(record, tool_calls=tuple(ToolUse(**use) for use in record["tool_calls"])))
 
 
