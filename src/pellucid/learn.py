@@ -136,6 +136,7 @@ def compute_advantages(run: Run, experience: Experience, step: int) -> tuple[Tra
         mask=mask,
         group=experience.group,
         first=first,
+        step_ends=experience.turn_ends() if run.config.actor_rollout_ref.rollout.agent.reward_at == "turn" else None,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,

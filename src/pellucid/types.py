@@ -255,6 +255,16 @@ class Samples:
         lists = {name: [getattr(self, name)[row] for row in rows] for name in ("rollouts", "scores")}
         return dataclasses.replace(self, **lists, **{name: tensor[index] for name, tensor in self.tensors().items()})
 
+    def turn_ends(self) -> torch.Tensor:
+        """Return [B, T] bool, True at the last token of each turn that has a reward, and of each row's last turn."""
+        import torch
+
+        ends = torch.zeros_like(self.mask)
+        for row, rollout in enumerate(self.rollouts):
+            earning = [turn for turn in rollout.turns[:-1] if turn.reward is not None]
+            ends[row, [turn.end - 1 for turn in (*earning, *rollout.turns[-1:])]] = True
+        return ends
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are set, by field name; the first dimension of each is B."""
         import torch

@@ -120,10 +120,12 @@ def test_rewards_of_turns_sit_at_the_end_or_where_they_were_given(engine):
     [rollout] = sample_rollouts(engine, [prompt_of(5, "a")], replace(PARAMS, n=1), stream=STREAM, loop=ECHO)
     rewards = [turn.reward for turn in rollout.turns]
     score = Score(sum(rewards) + 0.5)
-    at_turns = Samples.pad([rollout], [score], by_turn=True).token_rewards[0]
+    samples = Samples.pad([rollout], [score], by_turn=True)
+    at_turns = samples.token_rewards[0]
     at_end = Samples.pad([rollout], [score]).token_rewards[0]
     ends = [turn.end - 1 for turn in rollout.turns]
     assert at_turns[ends].tolist() == [*rewards[:-1], rewards[-1] + 0.5] and at_turns.count_nonzero() <= len(ends)
+    assert samples.turn_ends()[0].nonzero().flatten().tolist() == ends
     assert at_end.count_nonzero() == 1 and at_end[ends[-1]] == score.reward
 
 

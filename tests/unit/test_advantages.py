@@ -264,6 +264,30 @@ def drawn_case(data, mask, seed, **changes):
     return case_of(mask, group, seed, **changes)
 
 
+@quick
+@given(mask=holed_masks, seed=st.integers(0, 99), norm_by_std=st.booleans(), data=st.data())
+def test_grpo_by_steps_is_its_definition_on_any_mask(mask, seed, norm_by_std, data):
+    case = drawn_case(data, mask, seed, norm_by_std=norm_by_std)
+    last = last_token_rewards(mask, [1] * len(mask)).bool()
+    ends = last | (torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.4)
+    case, steps = replace(case, step_ends=ends), {}
+    for row in range(len(mask)):
+        earned = 0.0
+        for t in tokens_of(mask, row):
+            earned += float(case.token_rewards[row, t])
+            if ends[row, t]:
+                steps[row, t], earned = earned, 0.0
+    expected = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, token in mask.nonzero().tolist():
+        of_group = [score for (other, _), score in steps.items() if case.group[other] == case.group[row]]
+        mean, std = mean_and_std(of_group)
+        later = [score for (other, t), score in steps.items() if other == row and t >= token]
+        expected[row, token] = sum((score - mean) / (std + EPSILON if norm_by_std else 1.0) for score in later)
+    torch.testing.assert_close(estimate("grpo", case)[0], expected, rtol=1e-6, atol=1e-6)
+    one_step = estimate("grpo", replace(case, step_ends=last))[0]
+    torch.testing.assert_close(one_step, estimate("grpo", replace(case, step_ends=None))[0], rtol=1e-6, atol=1e-6)
+
+
 # --- properties -------------------------------------------------------------------------------------------------------
 
 

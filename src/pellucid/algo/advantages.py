@@ -29,6 +29,8 @@ class AdvantageInputs:
     first: Tensor | None = None
     """[B] bool, whether a row is the first of its trajectory's sequences, which have the same outcome reward and count
     once in their group; None: every row is."""
+    step_ends: Tensor | None = None
+    """[B, T] bool, last tokens of what rewards are for where it is less than a sample, such as turns (grpo)."""
     gamma: float = 1.0
     """Discount from one token to the next (gae, reinforce_plus_plus)."""
     lam: float = 1.0
@@ -141,10 +143,22 @@ def gae(inputs: AdvantageInputs, values: Tensor) -> tuple[Tensor, Tensor]:
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (arXiv 2402.03300): (R − mean_g)/(std_g + ε) on each token.
 
-    `norm_by_std=False` drops the division (Dr. GRPO, arXiv 2503.20783). A group of one keeps its reward.
+    With `step_ends` they are those of its process supervision: the steps' rewards are normalised over all steps of the
+    group, and a token has the sum of those of its own and later steps. `norm_by_std=False` drops the division (Dr.
+    GRPO, arXiv 2503.20783). A group of one keeps its reward.
     """
-    scores, valid = _outcomes(inputs)
-    return _outputs(inputs, group_normalise(scores, inputs.group, valid, inputs.norm_by_std))
+    if inputs.step_ends is None:
+        scores, valid = _outcomes(inputs)
+        return _outputs(inputs, group_normalise(scores, inputs.group, valid, inputs.norm_by_std))
+    rewards, ends = _token_rewards(inputs), inputs.step_ends & inputs.mask
+    row = ends.nonzero()[:, 0]
+    earned = rewards.cumsum(dim=1)[ends]  # up to each step's end
+    is_first = torch.ones_like(row, dtype=torch.bool)
+    is_first[1:] = row[1:] != row[:-1]
+    scores = earned - torch.where(is_first, 0.0, earned.roll(1))
+    steps = torch.zeros_like(rewards)
+    steps[ends] = group_normalise(scores, inputs.group[row], torch.ones_like(is_first), inputs.norm_by_std)
+    return _outputs(inputs, discounted_sum(steps, inputs.mask, 1.0))
 
 
 @torch.no_grad()

@@ -38,7 +38,8 @@ class AgentConfig:
     """attempts (answers that the task's verifier finds wrong may be mended), calculator, guess, or the import path of a
     class with `reset() -> text` and `step(text) -> (text, reward, done)`, which is made with the prompt."""
     reward_at: Literal["end", "turn"] = option("end", needs=_CALLS)
-    """Where rewards of turns count: all together on the last sampled token, or each on the last one of its turn."""
+    """Where rewards of turns count: all together on the last sampled token, or each on the last one of its turn (gae,
+    reinforce_plus_plus, remax, and grpo, which compares the turns of a group)."""
     tools: list[str] = option(list, needs=_CALLS)
     """What may be called: Python functions by import path (`file.py:name`), whose signature and docstring the model
     sees, and `python`, which runs code in a sandbox."""
