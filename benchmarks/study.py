@@ -42,26 +42,30 @@ def train(recipe: str, overrides: list[str], seed: int, folder: Path, threads: i
 
 
 def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Path) -> None:
-    """Draw one metric of several variants over steps: each variant's mean over its runs, with a band of 95% confidence.
+    """Draw one metric of several variants over steps, and over training time: each variant's mean over its runs, over steps with a band
+    of 95% confidence.
 
     The band is Student's t interval of the mean over runs; with one run there is only the line. A run that stopped
     early counts as long as it ran.
     """
-    figure, axes = new_figure(1)
+    figure, (over_steps, over_minutes) = new_figure(2)
     for index, (label, files) in enumerate(variants.items()):
         colour, dashes = COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]
-        by_step: dict[int, list[float]] = {}
+        by_step: dict[int, list[tuple[float, float]]] = {}
         for rows in map(read_metrics, files):
-            for row in rows:
+            for row, minutes in zip(rows, training_minutes(rows)):
                 if row.get(metric) is not None:
-                    by_step.setdefault(row["step"], []).append(row[metric])
+                    by_step.setdefault(row["step"], []).append((minutes, row[metric]))
         steps = sorted(by_step)
-        means = np.array([np.mean(by_step[step]) for step in steps])
-        half = np.array([_t_interval(by_step[step]) for step in steps])
-        axes[0].plot(steps, means, color=colour, linestyle=dashes, linewidth=1.6, label=f"{label} {means[-1]:.3g}")
-        axes[0].fill_between(steps, means - half, means + half, color=colour, alpha=0.7 / (4 + len(variants)), linewidth=0)
-    axes[0].set(title=f"{metric}: mean over runs, 95% confidence", xlabel="step")
-    save_figure(figure, axes, path_png)
+        minutes, means = np.array([np.mean(by_step[step], axis=0) for step in steps]).T
+        half = np.array([_t_interval([value for _, value in by_step[step]]) for step in steps])
+        look: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
+        over_steps.plot(steps, means, label=f"{label} {means[-1]:.3g}", **look)
+        over_steps.fill_between(steps, means - half, means + half, color=colour, alpha=0.7 / (4 + len(variants)), linewidth=0)
+        over_minutes.plot(minutes, means, **look)
+    over_steps.set(title=f"{metric}: mean over runs, 95% confidence", xlabel="step")
+    over_minutes.set(title="the same over time", xlabel="training time (minutes)")
+    save_figure(figure, [over_steps, over_minutes], path_png)
 
 
 # Two-sided 97.5% quantiles of Student's t with 1, 2, … degrees of freedom.
