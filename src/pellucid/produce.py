@@ -5,6 +5,7 @@ Sampling, reward, dynamic sampling with refill, and the greedy baseline of ReMax
 
 from dataclasses import replace
 from itertools import count
+from statistics import fmean
 
 import torch
 
@@ -130,9 +131,13 @@ def sample_metrics(rollouts: list[Rollout], scores: list[Score], *, has_turns: b
     lengths = torch.tensor([float(sum(part.num_sampled for part in rollout.parts)) for rollout in rollouts])
     prompts = torch.tensor([float(len(part.prompt.token_ids)) for part in parts])
     rewards = torch.tensor([score.reward for score in scores if score.reward is not None])
+    components: dict[str, list[float]] = {}
+    for name, value in (part for score in scores for part in score.parts.items()):
+        components.setdefault("_".join(name.split()) or "_", []).append(value)
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     return (
         {"response_length/clip_ratio": cut}
+        | {f"reward/part/{name}": fmean(values) for name, values in components.items()}
         | spread("critic/score", rewards)
         | spread("response_length", lengths)
         | spread("prompt_length", prompts)

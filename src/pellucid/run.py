@@ -170,8 +170,7 @@ def load_inputs(config: RunConfig, read: ReadPrompts = read_prompts) -> Inputs:
     """
     tokenizer = run_tokenizer(config)
     check_roles(config, tokenizer)
-    reward, function = config.reward_model, config.reward_model.custom_reward_function
-    scorer = make_scorer(function.path, function.name, reward.reward_num_workers, reward.reward_timeout_s)
+    scorer = make_scorer(config.reward_model)
     estimator, policy_loss = choose_estimator(config), choose_policy_loss(config)
     loop = run_loop(config, tokenizer)
     train = read(config, tokenizer, "train", loop)

@@ -10,6 +10,7 @@ from pellucid.agents.llm import SINGLE_TURN, AgentLoop, sample_rollouts
 from pellucid.console import notice
 from pellucid.failures import GenerateCall
 from pellucid.produce import sampling_params
+from pellucid.reward.call import VERIFIER
 from pellucid.rollout.requests import RolloutEngine, SamplingParams
 from pellucid.run import Run
 from pellucid.stages import Stage
@@ -61,10 +62,10 @@ def answer(
 
 
 def is_correct(score: Score) -> bool:
-    """Tell whether an answer counts as right: its `acc` component where the reward gives one, else a reward of at least
-    1.
+    """Tell whether an answer counts as right: its `acc` component where the reward gives one, else a score of at least
+    1 of the verifier among several functions, or of the reward itself.
     """
-    return score.parts.get("acc", score.reward or 0.0) >= 1
+    return score.parts.get("acc", score.parts.get(VERIFIER, score.reward or 0.0)) >= 1
 
 
 def validation_metrics(rollouts: list[Rollout], scores: list[Score], *, with_accuracy: bool = True) -> dict[str, float]:

@@ -7,11 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pellucid.config.schema.reward_model import CustomRewardConfig, RewardConfig
 from pellucid.errors import UserError
 from pellucid.reward import make_scorer
 from pellucid.reward.scorer import require_scores
 from pellucid.tasks import get_task
 from pellucid.types import Prompt, RewardFailure, Rollout, Score
+from pellucid.validation import is_correct
+
+
+def scorer_of(path, name, num_workers, timeout_s, functions=None):
+    custom = CustomRewardConfig(path, name)
+    return make_scorer(
+        RewardConfig(custom_reward_function=custom, reward_num_workers=num_workers, reward_timeout_s=timeout_s, functions=functions)
+    )
+
 
 REWARD = """
 import os, sys, time
@@ -74,7 +84,7 @@ def reward_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(reward_file):
-    with make_scorer(reward_file, "compute_score", num_workers=2, timeout_s=1.0) as scorer:
+    with scorer_of(reward_file, "compute_score", 2, 1.0) as scorer:
         scorer.score([make_rollout("warm")])
         yield scorer
 
@@ -159,7 +169,7 @@ def test_a_batch_in_which_everything_fails_is_a_broken_function(scorer, reward_f
     ):
         require_scores(scorer.score([make_rollout("none"), make_rollout("none")])[0])
     with (
-        make_scorer(reward_file, "always_broken", 1, 5.0) as broken,
+        scorer_of(reward_file, "always_broken", 1, 5.0) as broken,
         pytest.raises(UserError, match="raised KeyError: 'nothing works'"),
     ):
         require_scores(broken.score([make_rollout("a")])[0])
@@ -176,7 +186,7 @@ def test_closing_stops_busy_workers(reward_file, tmp_path):
         raise KeyboardInterrupt
 
     def run():
-        with make_scorer(reward_file, "compute_score", 2, 600.0) as scorer:
+        with scorer_of(reward_file, "compute_score", 2, 600.0) as scorer:
             scorer.score([make_rollout("hang", pids=str(pids)), make_rollout("abc")], on_done=interrupt)
 
     with pytest.raises(KeyboardInterrupt):
@@ -194,21 +204,21 @@ def test_closing_stops_busy_workers(reward_file, tmp_path):
 )
 def test_a_wrong_function_is_refused_at_construction(reward_file, name, message):
     with pytest.raises(UserError, match=message):
-        make_scorer(reward_file, name, 2, 1.0)
+        scorer_of(reward_file, name, 2, 1.0)
 
 
 def test_a_missing_file_or_module_is_refused_at_construction(reward_file, tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        make_scorer(str(tmp_path / "none.py"), "compute_score", 2, 1.0)
+        scorer_of(str(tmp_path / "none.py"), "compute_score", 2, 1.0)
     with pytest.raises(UserError, match="fails when it is imported"):
-        make_scorer("no_such_package.rewards", "compute_score", 2, 1.0)
+        scorer_of("no_such_package.rewards", "compute_score", 2, 1.0)
 
 
 @pytest.mark.processes
 def test_a_relative_path_and_keyword_only_arguments_work(reward_file, monkeypatch):
     folder, _, name = reward_file.rpartition("/")
     monkeypatch.chdir(folder)
-    with make_scorer(name, "keywords", 1, 5.0) as scorer:
+    with scorer_of(name, "keywords", 1, 5.0) as scorer:
         monkeypatch.chdir("/")
         scores, _ = scorer.score([make_rollout("a")])
     assert scores == [Score(1.0)]
@@ -218,7 +228,7 @@ def test_a_relative_path_and_keyword_only_arguments_work(reward_file, monkeypatc
 @given(st.lists(st.booleans(), min_size=1, max_size=20).filter(any))
 def test_inline_verifiers_need_no_process(kinds):
     rollouts = [make_rollout("5" if right else "6", task="arithmetic", answer="5") for right in kinds]
-    with make_scorer(None, "compute_score", 2, 1.0) as scorer:
+    with scorer_of(None, "compute_score", 2, 1.0) as scorer:
         scores, _ = scorer.score(rollouts)
         assert scorer._pool is None
     assert [score.reward for score in scores] == [float(right) for right in kinds]
@@ -226,7 +236,7 @@ def test_inline_verifiers_need_no_process(kinds):
 
 def test_a_row_without_an_answer_fails_and_is_not_scored_zero():
     rollouts = [make_rollout("#### 5", task="gsm8k", answer="5"), make_rollout("5", task="openai/gsm8k", answer=None)]
-    with make_scorer(None, "compute_score", 1, 1.0) as scorer:
+    with scorer_of(None, "compute_score", 1, 1.0) as scorer:
         (good, bad), _ = scorer.score(rollouts)
     assert good.reward == 1.0
     assert bad.reward is None
@@ -236,7 +246,7 @@ def test_a_row_without_an_answer_fails_and_is_not_scored_zero():
 
 def test_a_data_source_without_verifier_asks_for_a_function():
     with (
-        make_scorer(None, "compute_score", 1, 1.0) as scorer,
+        scorer_of(None, "compute_score", 1, 1.0) as scorer,
         pytest.raises(UserError, match=r"'gsm8' has no verifier.*Did you mean 'gsm8k'") as caught,
     ):
         scorer.score([make_rollout("a", task="gsm8")])
@@ -251,9 +261,43 @@ def test_reasoning_gym_scores_in_a_worker():
     rollouts = [
         make_rollout(text, task=row["data_source"], answer=row["answer"], **extra) for text in (row["answer"], "?")
     ]
-    with make_scorer(None, "compute_score", 1, 60.0) as scorer:
+    with scorer_of(None, "compute_score", 1, 60.0) as scorer:
         (right, wrong), _ = scorer.score(rollouts)
         assert scorer._pool is not None
     assert right.reward == 1.0
     assert wrong.reward is not None
     assert wrong.reward < 1.0
+
+
+SEVERAL = """
+def right(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
+
+def brief(data_source, solution_str, ground_truth, extra_info):
+    if not solution_str:
+        raise ValueError("nothing to judge")
+    return 1 / len(solution_str)
+"""
+
+
+def test_several_functions_add_up_by_their_weights_and_each_is_told(tmp_path):
+    (tmp_path / "rewards.py").write_text(SEVERAL)
+    functions = {"verifier": 1.0, f"{tmp_path / 'rewards.py'}:right": 2.0, f"{tmp_path / 'rewards.py'}:brief": -0.5}
+    prompt = Prompt("p", [1], "1+1=", "arithmetic", "2")
+    rollouts = [Rollout.single_turn(prompt, 0, [5], [0.0], [0], "stop", text) for text in ("2", "17", "")]
+    with scorer_of(None, "compute_score", 1, 20.0, functions) as scorer:
+        scores, metrics = scorer.score(rollouts)
+    assert scores[0] == Score(2.5, {"verifier": 1.0, "right": 1.0, "acc": 1.0, "brief": 1.0})
+    assert scores[1].reward == -0.25 and scores[1].parts["brief"] == 0.5
+    assert scores[2].failure is not None and "'brief' raised ValueError: nothing" in scores[2].failure.message
+    assert is_correct(scores[0]) and not is_correct(scores[1])
+    assert metrics["reward/num_failures"] == 1
+
+
+def test_functions_that_cannot_be_told_apart_are_refused(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text(SEVERAL)
+    with pytest.raises(UserError, match="two functions are called 'right'"):
+        scorer_of(None, "compute_score", 1, 1.0, {f"{tmp_path / name}.py:right": 1.0 for name in ("a", "b")})
+    with pytest.raises(UserError, match="beside reward_model"):
+        scorer_of("r.py", "compute_score", 1, 1.0, {"verifier": 1.0})

@@ -29,12 +29,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 CONTROLLER = """
 import multiprocessing, sys
 from pebble import ProcessPool
-from pellucid.reward.call import KEYWORDS, call_reward, start_worker
+from pellucid.reward.call import KEYWORDS, RewardFunction, call_reward, start_worker
 
 spec, how, pids, timeout_s = sys.argv[1:]
 arguments = dict.fromkeys(KEYWORDS) | {"solution_str": how, "extra_info": pids}
-pool = ProcessPool(1, initializer=start_worker, initargs=[spec], context=multiprocessing.get_context("forkserver"))
-future = pool.schedule(call_reward, args=[spec, arguments], timeout=float(timeout_s))
+pool = ProcessPool(1, initializer=start_worker, initargs=[[RewardFunction(spec)]], context=multiprocessing.get_context("forkserver"))
+future = pool.schedule(call_reward, args=[[RewardFunction(spec)], arguments], timeout=float(timeout_s))
 assert future.exception() is not None
 print("ended", flush=True)
 input()

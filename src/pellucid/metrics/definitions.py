@@ -70,6 +70,7 @@ prompt_length/* | tokens | prompt length of a sample.
 
 reward/num_failures | samples | Samples whose reward call broke twice; they are masked out of training.
 reward/num_timeouts | calls | Reward calls killed for taking too long, repeats included.
+reward/part/<name> | as defined there | Mean of that part of the reward, over the samples that have it.
 reward/time_s | s | Time of the step's reward calls added up; they run side by side, so the stage may take less.
 
 val/<task>/accuracy | fraction | Held-out problems of the task answered correctly.

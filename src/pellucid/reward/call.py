@@ -1,4 +1,4 @@
-"""One reward call, in this process or in a worker: load the function, call it, check what it returned.
+"""One reward call, in this process or in a worker: load the functions, call them, check what they returned.
 
 A reward function has verl's signature and is called with keywords:
 `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`.
@@ -10,7 +10,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -22,6 +23,8 @@ from pellucid.types import FailureKind
 
 FIELD = "reward_model.custom_reward_function"
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERIFIER = "verifier"
+"""What the verifier of a prompt's task is called among reward functions."""
 ACCEPTED = 'a finite number, or a dict whose "score" is one'
 _LARGEST_FLOAT32 = 3.4028234e38
 
@@ -33,6 +36,20 @@ class RewardCallError(Exception):
         super().__init__(kind, message, time_s)
         self.kind: FailureKind = kind
         self.message, self.time_s = message, time_s
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """One of the functions whose weighted scores make the reward."""
+
+    spec: str | None
+    """`file.py:name` or `pkg.mod:name`; None for the verifier of a prompt's task."""
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """What its score is called among the parts of the reward."""
+        return VERIFIER if self.spec is None else self.spec.rpartition(":")[2]
 
 
 def verify_with_task(
@@ -63,40 +80,49 @@ def load_reward_function(spec: str | None) -> Callable[..., Any]:
     return function
 
 
-def call_reward(spec: str | None, arguments: dict[str, Any]) -> tuple[float, dict[str, float], float]:
-    """Call the reward function once.
+def call_reward(
+    functions: Sequence[RewardFunction], arguments: dict[str, Any]
+) -> tuple[float, dict[str, float], float]:
+    """Call each reward function once.
 
     Args:
-        spec: see `load_reward_function`.
+        functions: what makes the reward.
         arguments: the values of `KEYWORDS`.
 
     Returns:
-        The reward, its parts (every other finite number of a dict result) and the call's duration in seconds.
+        The reward, its parts (every other finite number of a dict result, and of several functions each one's score)
+        and the calls' duration in seconds.
 
     Raises:
-        RewardCallError: the function raised, or returned no score.
+        RewardCallError: a function raised, or returned no score.
     """
+    reward, parts, start = 0.0, dict[str, float](), time.perf_counter()
+    for function in functions:
+        score, own = _call(function.spec, arguments, start)
+        reward += function.weight * score
+        parts |= own | ({function.name: score} if len(functions) > 1 else {})
+    return reward, parts, time.perf_counter() - start
+
+
+def _call(spec: str | None, arguments: dict[str, Any], start: float) -> tuple[float, dict[str, float]]:
     function = load_reward_function(spec)
-    start = time.perf_counter()
     try:
         result = function(**arguments)
     except Exception as error:
         elapsed = time.perf_counter() - start
         message = f"{_name(spec)} raised {what_failed(error, spec or '')}"
         raise RewardCallError("exception", message, elapsed) from error
-    elapsed = time.perf_counter() - start
     score: Any
     score, parts = (result.get("score"), result) if isinstance(result, dict) else (result, {})
     if not _is_finite_number(score):
-        raise RewardCallError(
-            "wrong_type", f"{_name(spec)} returned {_found(result)}; it must return {ACCEPTED}.", elapsed
-        )
+        message = f"{_name(spec)} returned {_found(result)}; it must return {ACCEPTED}."
+        raise RewardCallError("wrong_type", message, time.perf_counter() - start)
     numbers = {str(key): float(value) for key, value in parts.items() if key != "score" and _is_finite_number(value)}
-    return float(score), numbers, elapsed
+    return float(score), numbers
 
 
-def start_worker(spec: str | None) -> None:
-    """Make this process a worker with the function loaded: the leader of a process group that ends with it, or with
+def start_worker(functions: Sequence[RewardFunction]) -> None:
+    """Make this process a worker with the functions loaded: the leader of a process group that ends with it, or with
     the run.
 
     What a call has started and not ended thus goes when its worker is killed for taking too long, and a call that hangs
@@ -118,7 +144,8 @@ def start_worker(spec: str | None) -> None:
             ended.poll()
         finally:
             os.killpg(worker, signal.SIGKILL)  # this process, too
-    load_reward_function(spec)
+    for function in functions:
+        load_reward_function(function.spec)
 
 
 def _found(result: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -17,8 +17,17 @@ from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 
+from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.errors import UserError
-from pellucid.reward.call import FIELD, RewardCallError, call_reward, load_reward_function, start_worker
+from pellucid.reward.call import (
+    FIELD,
+    VERIFIER,
+    RewardCallError,
+    RewardFunction,
+    call_reward,
+    load_reward_function,
+    start_worker,
+)
 from pellucid.tasks import get_task
 from pellucid.types import Outcome, RewardFailure, Rollout, Score
 
@@ -44,16 +53,18 @@ def require_scores(scores: list[Score]) -> list[Score]:
 
 
 class Scorer:
-    """Scores rollouts with one reward function. A context manager: leaving it stops the worker processes.
+    """Scores rollouts with reward functions. A context manager: leaving it stops the worker processes.
 
     Args:
-        spec: `file.py:name` or `pkg.mod:name`; None scores each rollout with the verifier of its prompt's task.
+        functions: at least one; the reward is their weighted sum.
         num_workers: worker processes.
         timeout_s: seconds one call may take; the worker of a call that takes longer is killed and replaced.
     """
 
-    def __init__(self, spec: str | None, num_workers: int, timeout_s: float) -> None:
-        self._spec, self._num_workers, self._timeout_s = spec, num_workers, timeout_s
+    def __init__(self, functions: Sequence[RewardFunction], num_workers: int, timeout_s: float) -> None:
+        self._functions, self._num_workers, self._timeout_s = functions, num_workers, timeout_s
+        self._verifies = any(function.spec is None for function in functions)
+        self._only_verifies = all(function.spec is None for function in functions)
         self._pool: ProcessPool | None = None
 
     def __enter__(self) -> Self:
@@ -87,10 +98,8 @@ class Scorer:
             UserError: a rollout's task has no verifier and there is no custom function.
         """
         asked = [rollout for rollout in rollouts if self._is_asked(rollout)]
-        inline = {
-            task: self._spec is None and self._verifier_is_inline(task)
-            for task in {rollout.prompt.task for rollout in asked}
-        }
+        tasks = {rollout.prompt.task for rollout in asked}
+        inline = {task: self._verifies and self._verifier_is_inline(task) and self._only_verifies for task in tasks}
         metrics = no_calls()
         finished: SimpleQueue[tuple[int, int, int, Future]] = SimpleQueue()
 
@@ -125,7 +134,7 @@ class Scorer:
 
     def _is_asked(self, rollout: Rollout) -> bool:
         """Tell whether the reward function or verifier is to score a trajectory, and not its agent."""
-        return not rollout.outcome.failure and (self._spec is not None or rollout.outcome.rewards is None)
+        return not rollout.outcome.failure and (not self._only_verifies or rollout.outcome.rewards is None)
 
     def _verifier_is_inline(self, task: str) -> bool:
         try:
@@ -140,7 +149,7 @@ class Scorer:
     def _call_here(self, rollout: Rollout) -> Future:
         future: Future = Future()
         try:
-            future.set_result(call_reward(self._spec, _arguments(rollout)))
+            future.set_result(call_reward(self._functions, _arguments(rollout)))
         except RewardCallError as error:
             future.set_exception(error)
         return future
@@ -151,9 +160,9 @@ class Scorer:
             self.close()  # a worker that died between two calls has broken it
             context = multiprocessing.get_context("forkserver")  # no fork of a process that has threads and a model
             context.set_forkserver_preload(["pellucid.reward.call"])
-            initial = {"initializer": start_worker, "initargs": [self._spec]}
+            initial = {"initializer": start_worker, "initargs": [self._functions]}
             pool = self._pool = ProcessPool(self._num_workers, **initial, context=context)
-        return pool.schedule(call_reward, args=[self._spec, _arguments(rollout)], timeout=self._timeout_s)
+        return pool.schedule(call_reward, args=[self._functions, _arguments(rollout)], timeout=self._timeout_s)
 
     def _result(self, future: Future, metrics: dict[str, float]) -> tuple[Score, float]:
         """Return the score that a finished call gave, or why there is none, and its duration in seconds."""
@@ -193,21 +202,29 @@ def _arguments(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def make_scorer(custom_path: str | None, custom_name: str, num_workers: int, timeout_s: float) -> Scorer:
+def make_scorer(config: RewardConfig) -> Scorer:
     """Return the scorer that the `reward_model` section asks for.
 
-    Args:
-        custom_path: file or module of the reward function; None for the tasks' own verifiers.
-        custom_name: the function's name in it.
-        num_workers: worker processes, at least 1.
-        timeout_s: seconds one call may take.
-
     Raises:
-        UserError: the function cannot be loaded or called.
+        UserError: a function cannot be loaded or called.
     """
-    if custom_path is None:
-        return Scorer(None, num_workers, timeout_s)
-    place = str(Path(custom_path).expanduser().resolve()) if custom_path.endswith(".py") else custom_path
-    spec = f"{place}:{custom_name}"
-    load_reward_function(spec)
-    return Scorer(spec, num_workers, timeout_s)
+    custom, named = config.custom_reward_function, config.functions
+    if custom.path is not None and named:
+        raise UserError(f"{FIELD}.path", "is set beside reward_model.functions.", "Name the function among these.")
+    if custom.path is not None:
+        named = {f"{custom.path}:{custom.name}": 1.0}
+    functions = [RewardFunction(_spec(name), weight) for name, weight in (named or {VERIFIER: 1.0}).items()]
+    for function in functions:
+        load_reward_function(function.spec)
+    names = [function.name for function in functions]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError("reward_model.functions", f"two functions are called '{twice}'.", "Rename one.")
+    return Scorer(functions, config.reward_num_workers, config.reward_timeout_s)
+
+
+def _spec(name: str) -> str | None:
+    """Return an import path that worker processes find, too."""
+    place, _, function = name.rpartition(":")
+    if name == VERIFIER:
+        return None
+    return f"{Path(place).expanduser().resolve()}:{function}" if place.endswith(".py") else name

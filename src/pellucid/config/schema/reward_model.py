@@ -72,6 +72,11 @@ class RewardConfig:
     """Penalty on responses close to the length limit."""
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     """A Python function in place of the task's verifier."""
+    functions: dict[str, Weight] | None = option(
+        None, needs=Needs("reward_model.rule_weight", remedy="Set reward_model.rule_weight: 1.0")
+    )
+    """Several reward functions with their weights, by import path (`file.py:name`), `verifier` for the task's own; the
+    rule's score is their weighted sum, and each one's is among its parts. null: the verifier, or the function above."""
     reward_num_workers: Annotated[int, Range(ge=1)] = 2
     """Processes that run the custom function in parallel."""
     reward_timeout_s: Annotated[float, Range(gt=0)] = 30.0
