@@ -64,7 +64,7 @@ class Journal:
             self._append([{"number": number, "uid": rollout.prompt.uid, "rollout": rollout_record(rollout)}])
 
     def _append(self, records: Iterable[dict[str, Any]]) -> None:
-        self._lines.writelines(json.dumps(record) + "\n" for record in records)
+        self._lines.writelines(json.dumps(record, default=str) + "\n" for record in records)
 
     def begin(self, version: int) -> None:
         """Go on, with what no group has taken yet, in the file of a checkpoint that is being written.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ from pellucid.errors import UserError
 from pellucid.files.rundir import atomic_open
 
 
-def write_lines(
-    path: Path, records: Iterable[dict[str, Any]], default: Callable[[Any], object] | None = None
-) -> None:
-    """Write one object a line, atomically; `default` makes JSON of what is none."""
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write one object a line, atomically; values that JSON does not know are written as text."""
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
     with atomic_open(path) as raw, compressor.stream_writer(raw, closefd=False) as compressed:
         for record in records:
-            compressed.write(json.dumps(record, default=default).encode() + b"\n")
+            compressed.write(json.dumps(record, default=str).encode() + b"\n")
 
 
 def read_lines(path: Path, remedy: str) -> list[dict[str, Any]]:

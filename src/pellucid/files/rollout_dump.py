@@ -61,7 +61,7 @@ def write_rollouts(
                 "correction_weights": values(correction_weights, row),
             }
 
-    write_lines(path, records(), default=str)
+    write_lines(path, records())
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
