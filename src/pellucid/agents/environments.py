@@ -34,17 +34,18 @@ class Attempts:
     """Share of the reward that is left with each further attempt."""
 
     def __init__(self, prompt: Prompt) -> None:
-        self._prompt, self._num_tried = prompt, 0
+        self._prompt, self._num_tried, self._earned = prompt, 0, 0.0
 
     def reset(self) -> str:
         """Say nothing beyond the problem."""
         return ""
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Verify an answer; what is left undone, at the limit of turns, keeps the reward of its last attempt."""
+        """Verify an answer; the rewards of the turns add up to that of the last attempt, with what is left of it."""
         score = _verified(self._prompt, text)
-        share, self._num_tried = self.DISCOUNT**self._num_tried, self._num_tried + 1
-        return ("", share, True) if score >= 1 else ("That is not right. Try again.", 0.0, False)
+        earned, before = score * self.DISCOUNT**self._num_tried, self._earned
+        self._num_tried, self._earned = self._num_tried + 1, earned
+        return ("", earned - before, True) if score >= 1 else ("That is not right. Try again.", earned - before, False)
 
 
 class Calculator:
