@@ -257,3 +257,59 @@ def test_a_rank_samples_and_trains_at_once(work: Workspace, ranks: tuple[str, ..
              for name in ("rollout_generate", "actor_compute_log_prob")}  # fmt: skip
     pairs = itertools.product(spans["rollout_generate"], spans["actor_compute_log_prob"])
     assert any(began < end and start < ended for (began, ended), (start, end) in pairs), spans
+
+
+TURNS = """
+import asyncio, json, sys
+from pathlib import Path
+from pellucid.agents.llm import AgentLoop, sample_rollouts
+from pellucid.config import load_config
+from pellucid.files.rundir import RunDir
+from pellucid.loading import run_tokenizer
+from pellucid.agents.chat import Chat
+from pellucid.metrics.trackers import Trackers
+from pellucid.observe.watchdog import Watchdog
+from pellucid.produce import sampling_params
+from pellucid.run import build_run, load_inputs
+
+async def three_turns(prompt, llm, tools):
+    beats = 0
+    async def beat():
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.001)
+            beats += 1
+    beating = asyncio.create_task(beat())
+    await llm.complete()
+    beating.cancel()
+    assert beats or sys.argv[1] == "local", "nothing else went on while the ranks sampled"
+    await llm.complete("+1=")
+    await llm.complete("+2=")
+
+config = load_config(Path("recipe.yaml"), sys.argv[2:]).config
+run_dir = RunDir.create(config.trainer.default_local_dir)
+inputs = load_inputs(config)
+with run_dir.lock(), inputs.scorer:
+    run = build_run(config, run_dir, inputs, Trackers({}), 1, Watchdog(None))
+    rollout, engine = config.actor_rollout_ref.rollout, run.rollout_engine
+    tokenizer = run_tokenizer(config)
+    loop = AgentLoop(three_turns, "three_turns", Chat(tokenizer, [tokenizer.eos_token_id], templated=False), max_turns=3)
+    prompts, params = run.loader.next_batch(), sampling_params(rollout, rollout)
+    params.max_tokens = 40
+    rollouts = sample_rollouts(engine, prompts, params, stream=("s",), loop=loop)
+    assert not any(one.outcome.failure for one in rollouts), rollouts[0].outcome
+    stats = list(engine.replica_stats().values()) or [engine.stats()]
+    assert sum(one.reused_tokens for one in stats) > 0 and not any(one.kept for one in stats), stats
+    Path(sys.argv[1]).write_text(json.dumps([list(one.token_ids) for one in rollouts]))
+    run.close()
+"""
+
+
+def test_turns_on_ranks_are_those_of_one_process(work: Workspace, ranks: tuple[str, ...]) -> None:
+    """Agents go on while ranks sample, and no token of an earlier turn is computed again."""
+    work.write("turns.py", TURNS)
+    for name, placed in (("local", ()), ("ranks", ranks)):
+        done = work.start(name, *placed, *QUIET, f"trainer.default_local_dir=run_{name}", script="turns.py").wait()
+        assert done.status == 0, done.output
+    local, placed = (json.loads((work.folder / name).read_text()) for name in ("local", "ranks"))
+    assert local == placed

@@ -7,14 +7,17 @@ thread of its own.
 """
 
 import asyncio
+import contextvars
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -30,7 +33,7 @@ from pellucid.ranks import RankFailedError
 from pellucid.ranks.entry import Place
 from pellucid.ranks.wire import SharedMemory
 from pellucid.ranks.worker import Outcome, Progress, RankWorker
-from pellucid.rollout.requests import Completion, EngineStats, Request, RolloutEngine, WeightUpdate
+from pellucid.rollout.requests import Completion, EngineStats, Request, RolloutEngine, Trajectory, WeightUpdate
 from pellucid.stages import ROLE_OF, Stage
 
 POLL_S, RANKS_POLLED_A_SECOND = 0.5, 100
@@ -405,16 +408,23 @@ class RemoteRole:
 class RemoteRolloutEngine(RolloutEngine):
     """A replica of the native engine on every rank, each answering its part of the requests that come together.
 
-    The replicas answer nothing between two calls and keep nothing for the next one, so that `pause`, `sleep`, `release`
-    and their like do nothing. The ranks themselves say what they decode, and their profilers capture their replicas.
+    One call is under way at a time, in a thread of its own, so that agents and their tools go on beside it; requests
+    that come meanwhile go with the next one. A trajectory stays with the rank that keeps its cache. Between two calls
+    the replicas do nothing, so that `pause`, `sleep` and their like do nothing. The ranks themselves say what they
+    decode, and their profilers capture their replicas.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-        self._requests: list[Request] = []
+        self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
         """Those that the next call will take along."""
-        self._call: asyncio.Task[list[Completion]] | None = None
-        """That call, until it begins."""
+        self._calls: asyncio.Task[None] | None = None
+        """Makes one call after the other while requests wait."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling")
+        self._rank_of: dict[Trajectory, int] = {}
+        """Which rank keeps a trajectory's cache."""
+        self._released: list[Trajectory] = []
+        """Those whose caches the next call drops."""
         self._version = 0
         self._stats = [EngineStats()] * len(group)
         """Of the replicas after their last call."""
@@ -426,35 +436,74 @@ class RemoteRolloutEngine(RolloutEngine):
 
     @override
     async def generate(self, request: Request) -> Completion:
-        """Answer a request in one call with all others made in the same turn of the event loop."""
-        if self._call is None:
-            self._call = asyncio.get_running_loop().create_task(self._answer())
-        place = len(self._requests)
-        self._requests.append(request)
-        return (await self._call)[place]
+        """Answer a request in one call with all others that wait."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Completion] = loop.create_future()
+        self._waiting.append((request, answer))
+        if self._calls is None:
+            self._calls = loop.create_task(self._make_calls())
+        return await answer
 
-    async def _answer(self) -> list[Completion]:
+    @override
+    async def release(self, trajectory: Trajectory) -> None:
+        """Forget the cache kept for a trajectory: with the next call, or now where this was the last one."""
+        if self._rank_of.pop(trajectory, None) is not None:
+            self._released.append(trajectory)
+            if not self._rank_of and not self._waiting:
+                released, self._released = self._released, []
+                await self._beside(lambda: self._group.run("rollout", "release", released))
+
+    async def _make_calls(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                taken, self._waiting = [one for one in self._waiting if not one[1].done()], []
+                requests = [request for request, _ in taken]
+                call = asyncio.ensure_future(self._beside(partial(self._call, requests, loop)))
+                await asyncio.wait({call})  # what it raises is for those who wait for their answers
+                for index, (_, answer) in enumerate(taken):
+                    if answer.done():
+                        continue
+                    if error := call.exception():
+                        answer.set_exception(error)
+                    else:
+                        answer.set_result(call.result()[index])
+        finally:
+            self._calls, self._waiting = None, []
+
+    async def _beside(self, work: Callable[[], Answer]) -> Answer:
+        """Do work in the thread of the calls, under the stage of who waits for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, contextvars.copy_context().run, work)
+
+    def _call(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> list[Completion]:
         """Return the answers to all requests; a sample's random numbers are its own, so the number of ranks changes
         none.
         """
-        requests, self._requests, self._call = self._requests, [], None
         num_ranks = len(self._group)
+        parts: list[list[int]] = [[] for _ in range(num_ranks)]
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault((request.stream.run, request.stream.uid), []).append(index)
+            rank = self._rank_of.get(request.stream.trajectory)
+            part = groups.setdefault((request.stream.run, request.stream.uid), []) if rank is None else parts[rank]
+            part.append(index)
         # By length, dealt out in turn: long prompts, and the long answers that follow them, are spread over the ranks.
         order = sorted(groups.values(), key=lambda group: len(requests[group[0]].token_ids), reverse=True)
-        parts = [[index for group in order[rank::num_ranks] for index in group] for rank in range(num_ranks)]
+        for place, group in enumerate(order):
+            parts[place % num_ranks] += group
+        for rank, part in enumerate(parts):
+            kept = [requests[index].stream.trajectory for index in part if requests[index].keep_cache]
+            self._rank_of |= dict.fromkeys(kept, rank)
         sent = [[replace(requests[index], on_progress=None) for index in part] for part in parts]
         listeners = {request.on_progress for request in requests if request.on_progress is not None}
 
         def tell_all(num_done: int) -> None:
             for listener in listeners:
-                listener(num_done)
+                loop.call_soon_threadsafe(listener, num_done)
 
         on_done = tell_all if listeners else None
+        released, self._released = self._released, []
         answers: dict[int, Completion] = {}
-        outcomes = self._group.run("rollout", "generate", sent, on_done=on_done)
+        outcomes = self._group.run("rollout", "generate", sent, released, on_done=on_done)
         for part, outcome in zip(parts, outcomes):
             answers |= zip(part, outcome.value)
         self._stats = [outcome.stats for outcome in outcomes]
@@ -473,7 +522,7 @@ class RemoteRolloutEngine(RolloutEngine):
     def stats(self) -> EngineStats:
         """Return what the controller knows of the replicas between two calls."""
         num_tokens = sum(stats.sampled_tokens for stats in self._stats)
-        return EngineStats(waiting=len(self._requests), sampled_tokens=num_tokens, version=self._version)
+        return EngineStats(waiting=len(self._waiting), sampled_tokens=num_tokens, version=self._version)
 
     @override
     def replica_stats(self) -> dict[str, EngineStats]:

@@ -32,7 +32,7 @@ from pellucid.ranks.cluster import Pool
 from pellucid.ranks.entry import Place, ProcessSpec, log, share_of_cores, this_place
 from pellucid.ranks.wire import Parcel, SharedMemory
 from pellucid.rollout.collective import beside
-from pellucid.rollout.requests import EngineStats, generate_all, run_sync
+from pellucid.rollout.requests import EngineStats, RolloutEngine, Trajectory, generate_all, run_sync
 from pellucid.rollout.transports import Transport, WeightHandle
 from pellucid.stages import Probes, Stage
 from pellucid.training.protocol import WeightBucket
@@ -219,7 +219,10 @@ class RankWorker:
         if method == "generate":  # a list of requests for each rank
             mine, on_progress = arguments[0][self._spec.rank], options.get("on_done")
             requests = [dataclasses.replace(request, on_progress=on_progress) for request in mine]
+            self._release(target, arguments[1])
             return run_sync(generate_all(target, requests))
+        if method == "release":
+            return self._release(target, *arguments)
         if method == "load_weights":
             return run_sync(target.load_weights(*arguments))
         if method == "send_weights":
@@ -228,6 +231,10 @@ class RankWorker:
             self._waits.append(target.start_saving(*arguments))
             return None
         return getattr(target, method)(*arguments, **options)
+
+    def _release(self, engine: RolloutEngine, trajectories: Iterable[Trajectory]) -> None:
+        for trajectory in trajectories:
+            run_sync(engine.release(trajectory))
 
     def _send_weights(self, make_transport: Callable[[], Transport], digests: bool) -> WeightHandle | None:
         """Gather the actor's weights from all ranks, and let the first send them, until `forget_weights`.
