@@ -92,6 +92,31 @@ def test_eval_of_the_built_in_model_a_folder_and_several_samples(finished, work)
     assert "does not exist" in work.run("eval", "./nothing", "--files", TASK, status=2).text
 
 
+GAME = """
+data: {train_files: "task:guess?highest=15", val_files: "task:guess?highest=15&size=6", train_batch_size: 4, max_response_length: 24}
+actor_rollout_ref:
+  model: {path: builtin}
+  actor: {strategy: fsdp2, ppo_mini_batch_size: 4, use_dynamic_bsz: true}
+  rollout: {n: 2, agent: {name: env, environment: guess, max_turns: 3}}
+"""
+
+
+def test_eval_asks_as_a_recipe_does_with_its_agent(finished, work):
+    work.write("game.yaml", GAME)
+    done = work.run("eval", str(finished), "--recipe", "game.yaml", "--out", "answers.jsonl.zst")
+    records = read_rollouts(work.folder / "answers.jsonl.zst")
+    assert "guess" in done.text and len(records) == 6 and all(len(record["turns"]) in (1, 2, 3) for record in records)
+    assert any(use["name"] == "environment" for record in records for turn in record["turns"] for use in turn["tool_calls"])
+    assert "--files" in work.run("eval", "builtin", status=2).text
+
+
+def test_chat_with_a_run(finished):
+    answered = [sys.executable, "-c", MAIN, "chat", str(finished), "--max-tokens", "6"]
+    done = subprocess.run(answered, input="12+7=\n/new\n12+7=\n", env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    first, again = (re.findall(r"^> (\d+)$", part, re.MULTILINE) for part in done.stdout.split("A new chat."))
+    assert len(first) == 1 and first == again, done.stdout
+
+
 def test_rollouts_shows_a_step(finished, work):
     last = work.run("rollouts", str(finished)).text
     assert f"step {NUM_STEPS}: 16 samples" in last and "… 6 more" in last
@@ -135,10 +160,10 @@ def test_help_names_every_command():
     """That it stays quick, because it imports no torch, is a rule of the structure test."""
     done = subprocess.run([sys.executable, "-c", MAIN, "--help"], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    for name in ("train", "sft", "eval", "export", "rollouts", "config"):
+    for name in ("train", "sft", "eval", "chat", "export", "rollouts", "config"):
         assert name in done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "eval", "export", "rollouts", "config"])
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "chat", "export", "rollouts", "config"])
 def test_each_command_has_help(work, command):
     assert "Usage" in work.run(command, "--help").output

@@ -69,7 +69,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 34_500
+MAX_LINES = 34_700
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

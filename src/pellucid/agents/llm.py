@@ -133,7 +133,7 @@ class Llm:
         self, engine: Answers, sample: Sample, params: SamplingParams, loop: "AgentLoop", on_done: Progress | None
     ) -> None:
         self._engine, self._sample, self._params, self._loop = engine, sample, params, loop
-        self._on_progress = on_done
+        self.on_progress = on_done
         self._position = self._num_turns = self._num_calls = 0
         self._answer = ""
         self._messages: list[Message] = list(sample.prompt.messages or ())
@@ -188,7 +188,7 @@ class Llm:
         same = sum(one.sample.prompt.context == prompt.context for one in self.sequences[1:])
         stream = (*sample.stream, prompt.context, same)
         params = replace(self._params, max_tokens=min(self._params.max_tokens, longest - len(token_ids)))
-        fork = Llm(self._engine, Sample(prompt, sample.sample, stream), params, self._loop, self._on_progress)
+        fork = Llm(self._engine, Sample(prompt, sample.sample, stream), params, self._loop, self.on_progress)
         fork._first = self
         self.sequences.append(fork)
         return fork
@@ -257,7 +257,7 @@ class Llm:
             left = replace(params, max_tokens=params.max_tokens - drawn) if drawn else params
             tokens = [*sample.prompt.token_ids, *sample.token_ids]
             keeps = self._loop.has_turns
-            request = Request(tokens, left, stream, keep_cache=keeps, on_progress=self._on_progress)
+            request = Request(tokens, left, stream, keep_cache=keeps, on_progress=self.on_progress)
             try:
                 completion, seconds = await self.timed(self._engine.generate(request))
             except Exception as error:
@@ -270,10 +270,10 @@ class Llm:
         sample.seconds = 0.0
         return text
 
-    async def chat(self, messages: Sequence[Message]) -> Answer:
+    async def chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> Answer:
         """Return the policy's answer to a chat that goes on from `messages` of this object.
 
-        Only what is new in it is rendered, after the tokens that are there.
+        Only what is new in it is rendered, after the tokens that are there. The turn has at most `max_tokens`.
 
         Raises:
             TrajectoryEndError: see `complete`; or the chat does not go on from the one that was recorded.
@@ -290,7 +290,7 @@ class Llm:
             given = chat.added(self._messages[-1], messages[known:], ended_by=last)
         elif len(messages) > known:
             given = chat.said_first(messages[known:])
-        answer = await self.complete(given)
+        answer = await self.complete(given, max_tokens=max_tokens)
         calls: list[ToolCall] = []
         content = answer.text
         if chat.parse_calls is not None:

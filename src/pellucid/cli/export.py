@@ -1,7 +1,7 @@
 """`pellucid export`: writes a run's checkpoint as a model folder that plain `transformers` loads with identical logits.
 
 With `--critic` it writes the run's value model as a classifier with one label, for another critic or a reward model.
-`load_trained` is also how `pellucid eval` finds the model of a run.
+`load_trained` is also how `pellucid eval` and `pellucid chat` find the model of a run.
 """
 
 from enum import StrEnum
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from pellucid.config import RunConfig
     from pellucid.files.rundir import RunDir
 
 Dtype = StrEnum("Dtype", ["float32", "bfloat16"])
@@ -41,15 +42,15 @@ def export(
     from pellucid.training.common.models import save_hf_model
     from pellucid.training.common.value_models import as_classifier
 
-    model, tokenizer = load_trained(str(run), torch.device("cpu"), step=step, critic=critic)
+    model, tokenizer, _ = load_trained(str(run), torch.device("cpu"), step=step, critic=critic)
     save_hf_model(as_classifier(model) if critic else model, tokenizer, out, torch_dtype(dtype))
     console.print(f"wrote {out}", markup=False)
 
 
 def load_trained(
     path: str, device: "torch.device", *, step: int | None = None, critic: bool = False
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Return model and tokenizer of a run, a checkpoint, a model folder, a hub id or `builtin`.
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase", "RunConfig | None"]:
+    """Return model and tokenizer of a run, a checkpoint, a model folder, a hub id or `builtin`; and a run's config.
 
     Of a run it takes the checkpoint of `step`, or the last one; its policy, or with `critic` its value model, which has
     the policy's tokenizer.
@@ -69,14 +70,14 @@ def load_trained(
         reason = f"'{weights.parent}' holds no critic."
         raise UserError("--critic", reason, "Give a run with algorithm.adv_estimator: gae, which trains one.")
     if run is None:
-        return load_model(path, device=device), load_tokenizer(model_folder(path))
+        return load_model(path, device=device), load_tokenizer(model_folder(path)), None
     if "actor_rollout_ref:" in run.config_yaml.read_text():
         config = load_config(run.config_yaml, []).config
     else:
         config = run_config(load_config(run.config_yaml, [], SftConfig).config, run)
     model = load_critic(config, device) if critic else load_policy(config, device)
     load_trained_weights(model, weights)
-    return model, run_tokenizer(config)
+    return model, run_tokenizer(config), config
 
 
 def _find_checkpoint(path: str, step: int | None) -> tuple["RunDir", Path] | None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 import pellucid
 from pellucid.cli.arguments import Overrides, Recipe
+from pellucid.cli.chat import chat
 from pellucid.cli.config import app as config_app
 from pellucid.cli.doctor import doctor
 from pellucid.cli.evaluate import evaluate
@@ -62,6 +63,7 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
 
 
 app.command("eval")(evaluate)
+app.command()(chat)
 app.command()(export)
 app.command()(serve)
 app.command("rollouts")(rollouts_command)

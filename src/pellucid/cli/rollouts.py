@@ -98,11 +98,11 @@ def _panel(record: dict[str, Any], *, tokens: bool) -> Panel:
         f"policy {'-'.join(map(str, dict.fromkeys((versions[0], versions[-1]))))}" if versions else "no tokens",
         *([f"max |gap| {max(gaps):.1e}"] if gaps else []),
     ]
-    body: list[Any] = [Text(_visible(record["prompt"]), style="dim")]
+    body: list[Any] = [Text(visible(record["prompt"]), style="dim")]
     if tokens:
         body.append(_token_table(record, gaps))
     else:
-        body += _turns(record) if turns else [Text(_visible(record["response"]), style="bold")]
+        body += _turns(record) if turns else [Text(visible(record["response"]), style="bold")]
     if record["answer"] is not None:
         body.append(Text(f"expected: {record['answer']}", style="cyan"))
     colour = "red" if failure else "green" if (record["reward"] or 0) > 0 else "yellow"
@@ -115,21 +115,25 @@ def _turns(record: dict[str, Any]) -> Iterator[Text]:
     pieces, end = _pieces(record), 0
     for number, turn in enumerate(record["turns"], 1):
         if turn["start"] > end:
-            yield Text(_visible("".join(pieces[end : turn["start"]])), style="dim")
+            yield Text(visible("".join(pieces[end : turn["start"]])), style="dim")
         end = turn["end"]
-        yield Text(_visible("".join(pieces[turn["start"] : end])), style="bold")
+        yield Text(visible("".join(pieces[turn["start"] : end])), style="bold")
         reward = "" if turn["reward"] is None else f"  reward {_number(turn['reward'])}"
         yield Text(f"  turn {number}  {turn['seconds']:.2f} s  {turn['finish_reason']}{reward}", style="cyan")
-        for use in turn["tool_calls"]:
-            # An environment is called with the turn itself, which is there already.
-            arguments = "" if use["name"] == "environment" else f"({_cut(use['arguments'])})"
-            result = f" → {_cut(use['result'])}" if use["result"] else ""
-            failure, style = (f"  {use['failure']}", "red") if use["failure"] else ("", "cyan")
-            yield Text(f"  {_visible(use['name'])}{arguments}  {use['seconds']:.2f} s{failure}{result}", style=style)
+        yield from map(tool_line, turn["tool_calls"])
+
+
+def tool_line(use: dict[str, Any]) -> Text:
+    """Return one line on what a turn made of a tool: its name, arguments, seconds and result."""
+    # An environment is called with the turn itself, which is there already.
+    arguments = "" if use["name"] == "environment" else f"({_cut(use['arguments'])})"
+    result = f" → {_cut(use['result'])}" if use["result"] else ""
+    failure, style = (f"  {use['failure']}", "red") if use["failure"] else ("", "cyan")
+    return Text(f"  {visible(use['name'])}{arguments}  {use['seconds']:.2f} s{failure}{result}", style=style)
 
 
 def _cut(text: str) -> str:
-    shown = _visible(" ".join(text[:SHOWN_CHARS].split()))
+    shown = visible(" ".join(text[:SHOWN_CHARS].split()))
     return shown + (f" … ({len(text)} characters)" if len(text) > SHOWN_CHARS else "")
 
 
@@ -157,7 +161,7 @@ def _token_table(record: dict[str, Any], gaps: list[float] | None) -> Table:
     return table
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Return the text without escape codes that would steer the terminal."""
     return text.replace("\x1b", "␛")
 

@@ -183,14 +183,22 @@ def _encode_chunk(
         extra_info = columns.pop("extra_info", None) or {}
         uid, extra = f"{task}:{split}:{index}", {**columns, **extra_info}
         prompts.append(Prompt(uid, [], text, task, answer, messages, extra))
-    # As they are where a template wrote them, else with the special tokens of the tokenizer.
-    encoded = tokenizer([prompt.text for prompt in prompts], add_special_tokens=not templated).input_ids
+    encoded = encode_texts([prompt.text for prompt in prompts], tokenizer, templated=templated)
     for index, (prompt, ids) in enumerate(zip(prompts, encoded), start):
         if not ids:
             raise UserError(field, f"the prompt of row {index} is empty.", "Remove that row.")
-        ends = not templated and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
-        prompt.token_ids = ids[:-1] if ends else ids  # the model is to continue the prompt
+        prompt.token_ids = ids
     return prompts
+
+
+def encode_texts(texts: list[str], tokenizer: Any, *, templated: bool) -> list[list[int]]:
+    """Return the token ids of prompts: as they are where a template wrote them, else with the tokenizer's special ones
+    but for the one that ends a text, since the model is to continue it.
+    """
+    encoded = tokenizer(texts, add_special_tokens=not templated).input_ids
+    return [
+        ids[:-1] if not templated and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in encoded
+    ]
 
 
 def _take_answer(columns: dict[str, Any], answer_key: str, place: str) -> Any:
