@@ -2,7 +2,8 @@
 
     python benchmarks/study.py benchmarks/studies/algorithms.yaml --seeds 0 1 2 --jobs 2 --plot docs/images/algorithms.png
 
-A study file names a recipe, overrides common to all runs, and each variant's own. Every run is a real
+A study file names a recipe, overrides common to all runs, each variant's own, and the task whose accuracy is looked at, unless that
+is arithmetic. Every run is a real
 `pellucid train`; a run that finished before is not repeated, one that was interrupted goes on from its last checkpoint. A study of
 one variant draws each seed's own curve.
 """
@@ -27,7 +28,6 @@ from pellucid.metrics.trackers import read_metrics
 from plots import COLOURS, new_figure, plot_runs, save_figure, training_minutes
 
 ROOT = Path(__file__).parents[1]
-ACCURACY = "val/arithmetic/accuracy"
 
 
 def train(recipe: str, overrides: list[str], seed: int, folder: Path, threads: int) -> None:
@@ -80,22 +80,22 @@ def _t_interval(values: list[float]) -> float:
     return quantile * stdev(values) / len(values) ** 0.5
 
 
-def first_step(lines: list[dict[str, Any]], threshold: float) -> str:
+def first_step(lines: list[dict[str, Any]], accuracy: str, threshold: float) -> str:
     """Return the first validated step whose accuracy is at least `threshold`, or a dash."""
-    return next((str(line["step"]) for line in lines if (line.get(ACCURACY) or 0.0) >= threshold), "–")
+    return next((str(line["step"]) for line in lines if (line.get(accuracy) or 0.0) >= threshold), "–")
 
 
-def summary(variant: str, folders: list[Path], metrics: list[str], threshold: float | None) -> dict[str, Any]:
+def summary(variant: str, folders: list[Path], accuracy: str, metrics: list[str], threshold: float | None) -> dict[str, Any]:
     """Return the table row of a variant: its accuracies over the seeds, minutes, and the last values of further metrics."""
     runs = [lines for folder in folders if (lines := read_metrics(folder / "metrics.jsonl"))]
-    curves = [[line[ACCURACY] for line in lines if line.get(ACCURACY) is not None] for lines in runs]
-    before = next(line[ACCURACY] for lines in runs for line in lines if line["step"] == 0)
+    curves = [[line[accuracy] for line in lines if line.get(accuracy) is not None] for lines in runs]
+    before = next(line[accuracy] for lines in runs for line in lines if line["step"] == 0)
     row: dict[str, Any] = {"variant": variant, "seeds": len(runs), "steps": max(lines[-1]["step"] for lines in runs),
                            "before": f"{before:.1%}", "after": " ".join(f"{curve[-1]:.1%}" for curve in curves),
                            "mean": f"{mean(curve[-1] for curve in curves):.1%}", "best": f"{max(map(max, curves)):.1%}",
                            "minutes": mean(training_minutes(lines)[-1] for lines in runs)}
     if threshold is not None:
-        row[f"first step at {threshold:.0%}"] = " ".join(first_step(lines, threshold) for lines in runs)
+        row[f"first step at {threshold:.0%}"] = " ".join(first_step(lines, accuracy, threshold) for lines in runs)
     for name in metrics:
         values = [[line[name] for line in lines if line.get(name) is not None] for lines in runs]
         row[f"{name}, mean and last"] = " ".join(f"{mean(v):.3g}/{v[-1]:.3g}" for v in values if v)
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     study = yaml.safe_load(options.study.read_text())
+    accuracy = f"val/{study.get('task', 'arithmetic')}/accuracy"
     out = (options.out or ROOT / "outputs" / "studies" / options.study.stem).resolve()
     variants = {name: own for name, own in study["variants"].items() if options.variants is None or name in options.variants}
     folders = {name: [out / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}-{seed}" for seed in options.seeds] for name in variants}
@@ -124,10 +125,10 @@ def main() -> None:
                 for index, seed in enumerate(options.seeds) for name, own in variants.items() for folder in [folders[name][index]]]
         for job in track(jobs, description=options.study.stem):
             job.result()
-    report(options.study.stem, [summary(name, runs, options.metrics, options.threshold) for name, runs in folders.items()], options.json)
+    report(options.study.stem, [summary(name, runs, accuracy, options.metrics, options.threshold) for name, runs in folders.items()], options.json)
     files = {name: [folder / "metrics.jsonl" for folder in runs] for name, runs in folders.items()}
     if options.plot is not None and len(files) > 1:
-        plot_bands(files, ACCURACY, options.plot)
+        plot_bands(files, accuracy, options.plot)
     elif options.plot is not None:
         plot_runs({f"seed {seed}": file for seed, file in zip(options.seeds, *files.values())}, options.plot)
 
