@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -82,7 +83,15 @@ class Sample:
                 setattr(self, name, getattr(self, name)[:num_tokens])
         del self.turns[num_turns:]
 
-    def rollout(self, reason: FinishReason, text: str, outcome: Outcome, sequence: int = 0, of: int = 1) -> Rollout:
+    def rollout(
+        self,
+        reason: FinishReason,
+        text: str,
+        outcome: Outcome,
+        sequence: int = 0,
+        of: int = 1,
+        branches: tuple[Rollout, ...] = (),
+    ) -> Rollout:
         """Return the trajectory, which has ended, or one of its sequences."""
         self.cut(self.turns[-1].end if self.turns else 0, len(self.turns))
         if len(self.turns) == 1 and len(self.token_ids) == self.turns[0].end - self.turns[0].start:
@@ -102,6 +111,7 @@ class Sample:
             outcome,
             sequence,
             of,
+            branches,
         )
 
 
@@ -203,11 +213,11 @@ class Llm:
         """Return the trajectory, which has ended."""
         drawn = [one for one in self.sequences if one.sample.turns] or [self]
         drawn.sort(key=lambda one: one.sample.stream)
-        first, *others = [
-            one.sample.rollout(reason, one.text, outcome, number, len(drawn)) for number, one in enumerate(drawn)
-        ]
         text = self.last.text if outcome.text is None else outcome.text
-        return replace(first, text=text, branches=tuple(others))
+        others = [
+            one.sample.rollout(reason, one.text, outcome, number, len(drawn)) for number, one in enumerate(drawn[1:], 1)
+        ]
+        return drawn[0].sample.rollout(reason, text, outcome, 0, len(drawn), tuple(others))
 
     async def complete(
         self, given: Sequence[int] | str = (), *, stop: Sequence[str] = (), max_tokens: int | None = None
@@ -367,6 +377,9 @@ async def single_turn(prompt: Prompt, llm: Llm, tools: Any) -> None:
     await llm.complete()
 
 
+_NOTHING_TO_SAY = Outcome()
+
+
 @dataclass(frozen=True, slots=True)
 class AgentLoop:
     """An agent, with what it needs and the limits of a trajectory."""
@@ -425,9 +438,9 @@ class AgentLoop:
         """
         each = on_done if on_done is None or not self.has_turns else lambda _: on_done(0)  # one of many requests
         llm = Llm(engine, sample, params, self, each)
-        outcome, reason = Outcome(), None
+        outcome, reason = _NOTHING_TO_SAY, None
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with nullcontext() if self.timeout_s is None else asyncio.timeout(self.timeout_s):
                 outcome = await self.agent(sample.prompt, llm, self.toolbox) or outcome
             reason = llm.last.reason
         except TrajectoryEndError as end:
