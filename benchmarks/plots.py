@@ -59,12 +59,12 @@ def new_figure(num_axes: int) -> tuple[Any, Any]:
 
 
 def save_figure(figure: Any, all_axes: Sequence[Any], path_png: Path) -> None:
-    """Give the axes the look that all our pictures have, and write the file."""
+    """Give the axes the look that all our pictures have, and each a legend unless the figure has one; write the file."""
     for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
-        if axes.get_legend_handles_labels()[1]:
+        if axes.get_legend_handles_labels()[1] and not figure.legends:
             axes.legend(frameon=False, fontsize=9)
     path_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path_png)

@@ -43,7 +43,7 @@ def train(recipe: str, overrides: list[str], seed: int, folder: Path, threads: i
 
 def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Path) -> None:
     """Draw one metric of several variants over steps, and over training time: each variant's mean over its runs, over steps with a band
-    of 95% confidence.
+    of 95% confidence, and over the median of the times that its runs took.
 
     The band is Student's t interval of the mean over runs; with one run there is only the line. A run that stopped
     early counts as long as it ran.
@@ -57,7 +57,8 @@ def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Pa
                 if row.get(metric) is not None:
                     by_step.setdefault(row["step"], []).append((minutes, row[metric]))
         steps = sorted(by_step)
-        minutes, means = np.array([np.mean(by_step[step], axis=0) for step in steps]).T
+        means = np.array([np.mean([value for _, value in by_step[step]]) for step in steps])
+        minutes = [np.median([taken for taken, _ in by_step[step]]) for step in steps]
         half = np.array([_t_interval([value for _, value in by_step[step]]) for step in steps])
         look: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
         over_steps.plot(steps, means, label=f"{label} {means[-1]:.3g}", **look)
@@ -65,6 +66,10 @@ def plot_bands(variants: Mapping[str, Sequence[Path]], metric: str, path_png: Pa
         over_minutes.plot(minutes, means, **look)
     over_steps.set(title=f"{metric}: mean over runs, 95% confidence", xlabel="step")
     over_minutes.set(title="the same over time", xlabel="training time (minutes)")
+    for axes in (over_steps, over_minutes):
+        axes.set_ylim(max(0.0, axes.get_ylim()[0]))
+    handles, labels = over_steps.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     save_figure(figure, [over_steps, over_minutes], path_png)
 
 
