@@ -313,6 +313,28 @@ def test_every_turn_of_a_trajectory_is_scored_as_the_trainer_scores_all_of_it(ea
         assert rollout.outcome.rewards == {"environment": sum(turn.reward for turn in rollout.turns)}
 
 
+def test_a_trajectory_may_have_sequences_that_begin_with_other_tokens(pair):
+    async def branches(prompt, llm, tools):
+        await llm.complete(max_tokens=5)
+        begins = [llm.tokens(1)] * 2 + [[*prompt.token_ids, 5, 6]]
+        forks = [llm.fork(begin, longest=len(prompt.token_ids) + 40) for begin in begins]
+        await asyncio.gather(*(fork.complete("+", max_tokens=9) for fork in forks))
+        await forks[0].complete("1=")
+
+    loop, params = AgentLoop(branches, "branches", CHAT, max_turns=9), SamplingParams(n=2, max_tokens=30, ignore_eos=True)
+    rollouts, again = (sample_rollouts(pair.engine, some_prompts(3), params, stream=STREAM, loop=loop) for _ in range(2))
+    for rollout in rollouts:
+        first, *others = rollout.parts
+        assert [one.sequence for one in rollout.parts] == [0, 1, 2, 3] and first.num_sequences == 4
+        assert first.prompt.token_ids == some_prompts(3)[int(first.prompt.uid[1])].token_ids
+        begun = [one for one in others if one.prompt.token_ids == [*first.prompt.token_ids, *first.token_ids]]
+        assert len(begun) == 2 and list(begun[0].token_ids[:10]) != list(begun[1].token_ids[:10])
+        assert {len(one.token_ids) for one in others} <= {10, 30}, "no turn is longer than it may be"
+    assert_scored_alike(pair.actor, [part for rollout in rollouts for part in rollout.parts])
+    tokens = [[list(part.token_ids) for rollout in each for part in rollout.parts] for each in (rollouts, again)]
+    assert tokens[0] == tokens[1]
+
+
 # --- where a response ends --------------------------------------------------------------------------------------------
 
 

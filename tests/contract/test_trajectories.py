@@ -15,7 +15,6 @@ from engine_cases import (
     EOS,
     STREAM,
     TOKENIZER,
-    assert_scored_alike,
     drawn,
     prompt_of,
     some_prompts,
@@ -178,28 +177,6 @@ def test_an_agent_that_goes_another_way_after_a_kill_forgets_what_came_then(engi
     first = whole.turns[0].end
     assert list(rollout.token_ids[:first]) == list(whole.token_ids[:first]) and len(rollout.turns) == 2
     assert list(rollout.token_ids[first : rollout.turns[1].start]) == TOKENIZER.encode("*")
-
-
-def test_a_trajectory_may_have_sequences_that_begin_with_other_tokens(engine, trainer):
-    async def branches(prompt, llm, tools):
-        await llm.complete(max_tokens=5)
-        begins = [llm.tokens(1)] * 2 + [[*prompt.token_ids, 5, 6]]
-        forks = [llm.fork(begin, longest=len(prompt.token_ids) + 40) for begin in begins]
-        await asyncio.gather(*(fork.complete("+", max_tokens=9) for fork in forks))
-        await forks[0].complete("1=")
-
-    rollouts = sampled(engine, branches, replace(PARAMS, ignore_eos=True, max_tokens=30))
-    for rollout in rollouts:
-        first, *others = rollout.parts
-        assert [one.sequence for one in rollout.parts] == [0, 1, 2, 3] and first.num_sequences == 4
-        assert first.prompt.token_ids == some_prompts(3)[int(first.prompt.uid[1])].token_ids
-        begun = [one for one in others if one.prompt.token_ids == [*first.prompt.token_ids, *first.token_ids]]
-        assert len(begun) == 2 and list(begun[0].token_ids[:10]) != list(begun[1].token_ids[:10])
-        assert {len(one.token_ids) for one in others} <= {10, 30}, "no turn is longer than it may be"
-    assert_scored_alike(trainer, [part for rollout in rollouts for part in rollout.parts])
-    again = sampled(engine, branches, replace(PARAMS, ignore_eos=True, max_tokens=30))
-    drawn = [[list(part.token_ids) for rollout in each for part in rollout.parts] for each in (rollouts, again)]
-    assert drawn[0] == drawn[1] and engine.stats().kept == 0
 
 
 def test_a_chat_whose_past_is_changed_fails(engine):
