@@ -6,7 +6,7 @@ Data and reward are checked before the plan is printed, the plan before the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -172,9 +172,11 @@ def load_inputs(config: RunConfig, read: ReadPrompts = read_prompts) -> Inputs:
     check_roles(config, tokenizer)
     scorer = make_scorer(config.reward_model)
     estimator, policy_loss = choose_estimator(config), choose_policy_loss(config)
-    loop = run_loop(config, tokenizer)
-    train = read(config, tokenizer, "train", loop)
-    val = read(config, tokenizer, "val", loop) if config.data.val_files else []
+    with ExitStack() as opened:
+        loop = opened.enter_context(closing(run_loop(config, tokenizer)))
+        train = read(config, tokenizer, "train", loop)
+        val = read(config, tokenizer, "val", loop) if config.data.val_files else []
+        opened.pop_all()  # the tools stay
     return Inputs(tokenizer, loop, train, val, scorer, policy_loss, estimator)
 
 
