@@ -451,7 +451,8 @@ class RemoteRolloutEngine(RolloutEngine):
             self._released.append(trajectory)
             if not self._rank_of and not self._waiting:
                 released, self._released = self._released, []
-                await self._beside(lambda: self._group.run("rollout", "release", released))
+                outcomes = await self._beside(lambda: self._group.run("rollout", "release", released))
+                self._stats = [outcome.stats for outcome in outcomes]
 
     async def _make_calls(self) -> None:
         loop = asyncio.get_running_loop()
