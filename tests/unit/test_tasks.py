@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pellucid.agents.environments import Attempts
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.tasks import TASKS, get_task
 from pellucid.tasks import gym as gym_module
 from pellucid.tasks.arithmetic import DEFAULT_SIZE, LEVELS, split_of
 from pellucid.tasks.numbers import numbers_in, to_number
 from pellucid.tasks.task import SPLITS
+from pellucid.types import Prompt
 
 ARITHMETIC, GSM8K = TASKS["arithmetic"], TASKS["gsm8k"]
 PLAIN, CHAT = {"style": "plain"}, {"style": "chat"}
@@ -247,6 +249,18 @@ def test_reasoning_gym_makes_and_scores_problems(dataset):
         assert task.verify(f"<answer>{row['answer']}</answer>", row["answer"], row) == 1.0
         assert task.verify(row["answer"], row["answer"], row) == 1.0
         assert task.verify("no idea", row["answer"], row) < 1.0
+
+
+def test_attempts_at_a_problem_earn_what_the_last_one_is_worth_less_for_each_before():
+    pytest.importorskip("reasoning_gym")
+    row = get_task("reasoning_gym:chain_sum").rows("train", size="1")[0]
+    prompt = Prompt("p", [], row["prompt"], row["data_source"], row["answer"], extra=row)
+    attempts = Attempts(prompt)
+    said, partly, is_done = attempts.step(f"I think that it is {row['answer']}")
+    assert 0 < partly < 1 and not is_done and "again" in said
+    assert attempts.step("no idea") == (said, pytest.approx(-partly), False)
+    said, rest, is_done = attempts.step(row["answer"])
+    assert is_done and rest == pytest.approx(Attempts.DISCOUNT**2)
 
 
 def test_reasoning_gym_refuses_unknown_names_and_bad_values():
