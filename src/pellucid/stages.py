@@ -46,6 +46,9 @@ class Unit(StrEnum):
     """The part of a mini-batch that moves the weights; gradients are complete when it begins, and not yet clipped."""
     DECODE_STEP = "decode_step"
     """One token for every row that is being sampled."""
+    TURN = "turn"
+    """From the first request of an agent's turn of that number, in whichever trajectory, to the first of the next
+    one."""
 
 
 ROLE_OF: dict[Stage, str] = {
@@ -63,7 +66,7 @@ ROLE_OF: dict[Stage, str] = {
 """Whose profiler settings a stage follows; weight sync, validation and checkpoints show in whole-step captures."""
 
 UNITS_OF: dict[Stage, tuple[Unit, ...]] = {
-    Stage.ROLLOUT_GENERATE: (Unit.DECODE_STEP,),
+    Stage.ROLLOUT_GENERATE: (Unit.DECODE_STEP, Unit.TURN),
     Stage.ACTOR_COMPUTE_LOG_PROB: (Unit.MICRO_BATCH,),
     Stage.REF_COMPUTE_LOG_PROB: (Unit.MICRO_BATCH,),
     Stage.COMPUTE_VALUES: (Unit.MICRO_BATCH,),

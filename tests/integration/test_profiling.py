@@ -77,8 +77,9 @@ def test_discrete_captures_are_one_a_stage_of_every_role(work: Workspace, judge:
         ),
         ("mini_batch", {ACTOR: ("actor_update",), "critic": ("critic_update",)}, {"micro_batch", "optimizer_step"}),
         ("decode_step", {ROLLOUT: ("rollout_generate",)}, set[str]()),
+        ("turn", {ROLLOUT: ("rollout_generate",)}, {"decode_step"}),
     ],
-    ids=["micro_batch", "mini_batch", "decode_step"],
+    ids=["micro_batch", "mini_batch", "decode_step", "turn"],
 )
 def test_a_schedule_captures_exactly_its_window(
     work: Workspace, unit: str, windows: dict[str, tuple[str, ...]], others: set[str]
@@ -89,7 +90,8 @@ def test_a_schedule_captures_exactly_its_window(
         overrides += [f"{section}.profiler.enable=true", f"{schedule}.skip_first=1", f"{schedule}.active=2"]
         overrides += [f"{schedule}.stages=[{','.join(stages)}]", f"{schedule}.unit={unit}"]
     mini_batches = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4")
-    work.train(*SHORT, *PPO, *mini_batches, *overrides)
+    game = (f"{ROLLOUT}.agent.name=env", f"{ROLLOUT}.agent.environment=attempts", "data.max_response_length=40") if unit == "turn" else ()
+    work.train(*SHORT, *PPO, *mini_batches, *overrides, *game)
     content = manifest(work.run_dir)
     assert content["complete"], content["failures"]
     expected = sorted(stage for stages in windows.values() for stage in stages)
@@ -98,7 +100,7 @@ def test_a_schedule_captures_exactly_its_window(
         assert file["step"] == 2
         assert (file["units"]["first"], file["units"]["count"]) == (1, 2) and file["units"]["of"] >= 3
         found = ranges(work.run_dir / "profile" / file["path"])
-        assert found[unit] == 2 and set(found) <= {unit, *(others if file["stage"].endswith("update") else ())}
+        assert found[unit] == 2 and set(found) <= {unit, *(others if file["stage"].endswith(("update", "generate")) else ())}
 
 
 def test_torchs_own_window_of_mini_batches(work: Workspace) -> None:

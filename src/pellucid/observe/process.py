@@ -242,13 +242,16 @@ class ProcessProfiler:
 
     @contextmanager
     def unit(self, unit: Unit, spans: TokenSpans | None = None, **args: str | int | float) -> Iterator[None]:
-        """Enclose a unit of work; passes and mini-batches are spans, decoding steps are too many for that."""
+        """Enclose a unit of work; passes and mini-batches are spans.
+
+        Decoding steps are too many for that, and turns are shown trajectory by trajectory.
+        """
         run = self._run_of(unit)
         if run is None:
             yield
             return
         action = self._begin_unit(run) if self._counts(run, unit) else ""
-        is_span = unit not in (Unit.DECODE_STEP, Unit.OPTIMIZER_STEP)
+        is_span = unit in (Unit.MICRO_BATCH, Unit.MINI_BATCH)
         shown = self.spans.detail(unit, stage=run.stage, step=run.step, **args) if is_span else nullcontext()
         outside, run.in_mini_batch = run.in_mini_batch, run.in_mini_batch or unit is Unit.MINI_BATCH
         try:

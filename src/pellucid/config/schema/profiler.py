@@ -105,8 +105,9 @@ class RoleToolConfig:
 class ScheduleConfig:
     """A window inside a stage: of many like units a few are captured. Stages in it have captures of their own."""
 
-    unit: Literal["micro_batch", "mini_batch", "decode_step"] = option("micro_batch", needs=_STAGES)
-    """What is counted: micro_batch in passes and updates, mini_batch in updates, decode_step in rollout_generate."""
+    unit: Literal["micro_batch", "mini_batch", "decode_step", "turn"] = option("micro_batch", needs=_STAGES)
+    """What is counted: micro_batch in passes and updates, mini_batch in updates, decode_step in rollout_generate, and
+    there turn, with an agent of several."""
     skip_first: Count = option(0, needs=_STAGES)
     """Units before the first cycle."""
     wait: Count = option(0, needs=_STAGES)

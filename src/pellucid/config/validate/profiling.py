@@ -116,7 +116,7 @@ def _replicas(config: RunConfig, role: Role) -> Iterator[UserError]:
         if engine != "vllm":
             reason = f"{engine} counts no decode steps where it has a process of its own."
             yield UserError(f"{role.key}.schedule.stages", reason, f"Leave rollout_generate out, {off}")
-        for name, only in (("warmup", 0), ("repeat", 1)):
+        for name, only in (("unit", "decode_step"), ("warmup", 0), ("repeat", 1)):
             if (value := vars(schedule)[name]) != only:
                 reason = f"{value} cannot be: {engine}'s own profiler leaves steps out and records steps, once."
                 yield UserError(f"{role.key}.schedule.{name}", reason, f"Set it to {only}.")

@@ -27,7 +27,7 @@ from pellucid.rollout.requests import (
     Trajectory,
     WeightUpdate,
 )
-from pellucid.stages import NO_PROBE, Probe
+from pellucid.stages import NO_PROBE, Probe, Unit
 
 
 class NativeRolloutEngine(RolloutEngine):
@@ -69,6 +69,8 @@ class NativeRolloutEngine(RolloutEngine):
         """What every step runs inside, while there is anything to decode."""
         self._paused: PauseMode | None = None
         self._drained: asyncio.Future[None] | None = None
+        self._turn, self._num_turns = ExitStack(), 0
+        """The unit of work that agents' turns make, and how many have begun since trajectories were last kept."""
         self._busy_s = 0.0
         self._profile: tuple[torch.profiler.profile, Path] | None = None
 
@@ -86,6 +88,10 @@ class NativeRolloutEngine(RolloutEngine):
         """Answer a request together with all others that are under way."""
         row = Row(request)
         self.decoder.add(row)
+        if request.keep_cache and request.stream.turn >= self._num_turns:
+            self._turn.close()
+            self._turn.enter_context(self.decoder.probe.unit(Unit.TURN))
+            self._num_turns = request.stream.turn + 1
         answer = self._answers[row] = asyncio.get_running_loop().create_future()
         if request.on_progress is not None:
             self._listeners[request.on_progress] += 1
@@ -156,9 +162,12 @@ class NativeRolloutEngine(RolloutEngine):
         if not self.decoder.rows:
             if self._drained is not None and not self._drained.done():
                 self._drained.set_result(None)
-            if not self.decoder.waiting and not self.decoder.kept:
-                self._contexts.clear()
-                self.decoder.drop_cache()
+            if not self.decoder.waiting:
+                self._turn.close()
+                if not self.decoder.kept:
+                    self._num_turns = 0
+                    self._contexts.clear()
+                    self.decoder.drop_cache()
 
     def _answer(self, finished: list[tuple[Row, Completion]]) -> None:
         for row, completion in finished:
