@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from pellucid.errors import UserError
+from pellucid.errors import UserError, did_you_mean
 
 # Dense bf16 / fp32 peaks in FLOP/s by name fragment, from the vendors' data sheets; unknown devices are measured.
 _KNOWN_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -28,6 +28,8 @@ def choose_device(name: str) -> torch.device:
     available = {"cuda": torch.cuda.is_available(), "npu": npu_ready, "cpu": True}
     if name == "auto":
         name = next(kind for kind, ready in available.items() if ready)
+    if name not in available:
+        raise UserError("trainer.device", f"'{name}' is no kind of device.", did_you_mean(name, [*available, "auto"]))
     if not available[name]:
         found = ", ".join(kind for kind, ready in available.items() if ready)
         raise UserError(

@@ -217,3 +217,21 @@ def test_other_commands_refuse_what_is_not_a_run(work):
     assert "config.json" in work.run("export", "empty", "--out", "x", status=2).text
     done = work.run("eval", "builtin", "--files", "task:arithmetics", status=2)
     assert "arithmetic" in done.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "builtin", "--files", "task:arithmetic", "--device", "cud"], "'cud' is no kind of device. Did you mean 'cuda'"),
+        (["eval", "builtin", "--files", "task:arithmetic", "--reward", "my/reward.py"], "my/reward.py:compute_score"),
+        (["eval", "empty/nope", "--files", "task:arithmetic"], "the folder 'empty/nope' does not exist"),
+        (["eval", "builtin"], "nothing else names problems"),
+        (["chat", "./nothing"], "the folder 'nothing' does not exist"),
+        (["chat", "builtin", "--recipe", "nothing.yaml"], "nothing.yaml"),
+        (["train", "recipe.yaml", "trainer.default_local_dir=/proc/x"], "trainer.default_local_dir the folder '/proc/x' cannot be made"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_clear_error(work, arguments, words):
+    (work.folder / "empty").mkdir()
+    done = work.run(*arguments, status=2)
+    assert words in done.text and "Traceback" not in done.output

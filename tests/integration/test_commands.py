@@ -89,7 +89,8 @@ def test_eval_of_the_built_in_model_a_folder_and_several_samples(finished, work)
     assert read_rollouts(work.folder / "named.jsonl.zst") == read_rollouts(work.folder / "folder.jsonl.zst")
     done = work.run("eval", str(finished / "checkpoints" / "global_step_1"), "--files", TASK, "--num", "2", "--samples", "4")
     assert "pass@4" in done.text
-    assert "does not exist" in work.run("eval", "./nothing", "--files", TASK, status=2).text
+    shown = work.run("rollouts", "named.jsonl.zst", "--limit", "1").text
+    assert "named.jsonl.zst: 4 samples" in shown and "… 3 more" in shown
 
 
 GAME = """

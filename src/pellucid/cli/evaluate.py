@@ -120,6 +120,8 @@ def evaluate(
     if samples > 1 and temperature == 0:
         reason = f"0 would draw the same response {samples} times."
         raise UserError("--temperature", reason, "Leave it out, or set --samples 1.")
+    if reward is not None and ":" not in reward:
+        raise UserError("--reward", f"'{reward}' names no function.", f"Write it as {reward}:compute_score.")
     asked = load_asked(model, recipe, device_name)
     data, rollout = asked.config.data, asked.config.actor_rollout_ref.rollout
     if files is None and data.val_files is None:

@@ -28,7 +28,7 @@ SortKey = StrEnum("SortKey", ["reward", "length", "uid", "gap"])
 
 
 def rollouts_command(
-    run: Annotated[Path, typer.Argument(help="The run's folder, e.g. outputs/<project>/<experiment>.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a file that `pellucid eval --out` has written.")],
     step: Annotated[int | None, typer.Option(help="Step to read; the last one when left out.")] = None,
     sort: Annotated[SortKey, typer.Option(help="Order of the samples; gap: largest of a sample.")] = SortKey.reward,
     descending: Annotated[bool, typer.Option("--descending/--ascending", help="Largest first.")] = True,
@@ -39,15 +39,7 @@ def rollouts_command(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show each token: log-probs, gap, weight.")] = False,
 ) -> None:
     """Show the rollouts of one step: prompt, response, reward, and the log-probabilities of both policies."""
-    directory = RunDir.open(run)
-    steps = directory.rollout_steps()
-    if not steps:
-        raise UserError("RUN", f"'{directory.path}' has no rollout dumps.", "Train at least one step first.")
-    if step not in (None, *steps):
-        reason = f"there is no dump of step {step}."
-        raise UserError("--step", reason, f"Steps with a dump: {', '.join(map(str, steps))}.")
-    step = steps[-1] if step is None else step
-    records = read_rollouts(directory.rollouts(step))
+    what, records = (str(run), read_rollouts(run)) if run.is_file() else _of_run(run, step)
     filtered = (min_reward, max_reward) != (-math.inf, math.inf)
     chosen = [
         record
@@ -62,7 +54,20 @@ def rollouts_command(
         console.print("No sample passes the filters.")
     elif len(chosen) > limit:
         console.print(f"… {len(chosen) - limit} more; --limit shows more of them.", style="dim")
-    console.print(f"step {step}: {', '.join(_summary(records))}")
+    console.print(f"{what}: {', '.join(_summary(records))}", markup=False)
+
+
+def _of_run(run: Path, step: int | None) -> tuple[str, list[dict[str, Any]]]:
+    """Return what to call a step of a run, the last one unless another is named, and its records."""
+    directory = RunDir.open(run)
+    steps = directory.rollout_steps()
+    if not steps:
+        raise UserError("RUN", f"'{directory.path}' has no rollout dumps.", "Train at least one step first.")
+    if step not in (None, *steps):
+        reason = f"there is no dump of step {step}."
+        raise UserError("--step", reason, f"Steps with a dump: {', '.join(map(str, steps))}.")
+    step = steps[-1] if step is None else step
+    return f"step {step}", read_rollouts(directory.rollouts(step))
 
 
 def _summary(records: list[dict[str, Any]]) -> Iterator[str]:

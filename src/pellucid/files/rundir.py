@@ -7,6 +7,7 @@ keeps the story of all its processes. `atomic_write` is how every small file her
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -50,8 +51,12 @@ class RunDir:
         run = cls(path)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise UserError("trainer.default_local_dir", f"'{run.path}' cannot be made: a file is there.") from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            why = "a file is there" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+            reason = f"the folder '{run.path}' cannot be made: {why}."
+            raise UserError("trainer.default_local_dir", reason, "Name a folder that you may write to.") from error
         return run
 
     @classmethod

@@ -57,8 +57,10 @@ def model_folder(path: str, field: str = POLICY) -> str:
             reason = f"the folder '{folder}' has a config but no weights (*.safetensors)."
             raise UserError(field, reason, "Download or export the whole model.")
         return str(folder)
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if path.startswith((".", "/", "~")) or path.count("/") != 1 or folder.parent.is_dir():
         remedy = "Give a model folder, a hub id 'owner/name', or 'builtin'."
+        if path.count("/") == 1 and folder.parent != Path():
+            remedy += f" The hub is not asked, because there is a folder '{folder.parent}' here."
         raise UserError(field, f"the folder '{folder}' does not exist.", remedy)
     return path
 
