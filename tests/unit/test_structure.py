@@ -50,20 +50,20 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3040,
-    tuple(sorted(BASE)): 1010,
-    ("algo",): 1220,
-    ("config",): 3920,
-    ("tasks", "data", "reward"): 1420,
+    ("loop", *sorted(RUN - {"loop"})): 3050,
+    tuple(sorted(BASE)): 1025,
+    ("algo",): 1235,
+    ("config",): 3925,
+    ("tasks", "data", "reward"): 1470,
     ("training",): 2455,
     ("roles",): 590,
-    ("rollout",): 4465,
-    ("agents",): 2720,
-    ("ranks",): 1850,
+    ("rollout",): 4470,
+    ("agents",): 2730,
+    ("ranks",): 1890,
     ("observe",): 4885,
     ("precision",): 3390,
     ("metrics", "files"): 1330,
-    ("cli", "doctor"): 1970,
+    ("cli", "doctor"): 2195,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
