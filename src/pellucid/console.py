@@ -62,10 +62,10 @@ def log_to(path: Path) -> Iterator[None]:
             _log.file = io.StringIO()
 
 
-def notice(message: str, *, style: str = "yellow") -> None:
-    """Print one line; a line already printed in this process is not repeated."""
-    if message not in _said:
-        _said.add(message)
+def notice(message: str, *, style: str = "yellow", about: str | None = None) -> None:
+    """Print one line; it, or another one `about` the same, is not repeated in this process."""
+    if (about or message) not in _said:
+        _said.add(about or message)
         console.print(message, style=style, markup=False)
 
 

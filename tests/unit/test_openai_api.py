@@ -8,7 +8,7 @@ from functools import partial
 
 import httpx
 import pytest
-from openai import APIStatusError, OpenAI
+from openai import APIStatusError, BadRequestError, OpenAI
 from test_chat import FAMILIES, chat_of
 
 from pellucid.agents.chat import Chat
@@ -211,7 +211,6 @@ def test_a_limit_ends_the_trajectory_for_its_program(server):
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}),
         ("chat/completions", {"messages": HELLO, "tools": "add"}),
-        ("chat/completions", {"messages": HELLO, "n": 2}),
         ("chat/completions", {"messages": HELLO, "max_tokens": -1}),
         ("chat/completions", {"messages": HELLO, "stop": [3]}),
         ("completions", {"prompt": ["a", "b"]}),
@@ -227,6 +226,63 @@ def test_garbage_is_refused_in_openais_form(server, path, body):
 
     said = rolled_out(server, Scripted(), talk).outcome.columns["said"]
     assert said == (400, ["code", "message", "param", "type"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"n": 2}, "make a request for each answer"),
+        ({"logprobs": True, "top_logprobs": 2}, "leave it out"),
+        ({"logit_bias": {"7": 100}}, "leave it out"),
+        ({"response_format": {"type": "json_object"}}, "say in the messages what form"),
+        ({"tool_choice": "required", "tools": [ADD]}, "take 'auto'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}, "tools": [ADD]}, "take 'auto'"),
+        ({"parallel_tool_calls": False, "tools": [ADD]}, "answer each call"),
+    ],
+    ids=str,
+)
+def test_what_would_need_another_answer_than_a_turn_is_refused(server, asked, told):
+    def talk(url, token):
+        with pytest.raises(BadRequestError) as refused:
+            client_of(url, token).chat.completions.create(model="any", messages=HELLO, **asked)
+        return str(refused.value)
+
+    said = rolled_out(server, Scripted(), talk).outcome.columns["said"]
+    assert f"'{next(iter(asked))}' cannot be" in said and told in said
+
+
+def test_what_changes_nothing_is_told_once_where_it_differs_from_the_run(server, monkeypatch):
+    told = {}
+    monkeypatch.setattr("pellucid.agents.endpoint.notice", lambda message, about: told.setdefault(about, message))
+    same = {"temperature": 1, "top_p": 1.0, "presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}}
+    other = {"temperature": 0.2, "frequency_penalty": 0.5, "seed": 3}
+
+    def talk(url, token):
+        client = client_of(url, token)
+        client.chat.completions.create(model="any", messages=HELLO, user="me", n=1, stop="x", logprobs=False, **same)
+        said = list(told)
+        client.chat.completions.create(model="any", messages=HELLO, extra_body={"new": None, "guided_json": {}}, **other)
+        client.completions.create(model="any", prompt="1", temperature=0.3)
+        return said
+
+    assert rolled_out(server, Scripted(*"abc"), talk).outcome.columns["said"] == []
+    assert {about.split()[-1] for about in told} == {*other, "guided_json"}
+    [line] = [line for line in told.values() if "temperature to" in line]
+    assert "temperature to 0.2, which changes nothing: rollout.temperature" in line
+
+
+def test_no_calls_are_looked_for_where_none_are_wanted(server):
+    def talk(url, token):
+        client, messages = client_of(url, token), list(HELLO)
+        answer = client.chat.completions.create(model="any", messages=messages, tools=[ADD], tool_choice="none").choices[0]
+        messages += [answer.message, {"role": "user", "content": "Do."}]
+        again = client.chat.completions.create(model="any", messages=messages, tools=[ADD], tool_choice="auto").choices[0]
+        return answer.message.tool_calls, answer.message.content, answer.finish_reason, again.finish_reason
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    rollout = rolled_out(server, Scripted(call, call), talk)
+    assert rollout.outcome.columns["said"] == (None, call, "stop", "tool_calls")
+    assert not rollout.branches and '"name": "add"' in TOKENIZER.decode(rollout.prompt.token_ids)
 
 
 def test_a_token_is_good_for_its_trajectory_alone(server):

@@ -58,7 +58,7 @@ BUDGETS = {
     ("training",): 2455,
     ("roles",): 590,
     ("rollout",): 4470,
-    ("agents",): 2730,
+    ("agents",): 2770,
     ("ranks",): 1890,
     ("observe",): 4885,
     ("precision",): 3390,

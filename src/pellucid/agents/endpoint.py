@@ -28,6 +28,7 @@ from pellucid.agents.llm import Llm, TrajectoryEndError
 from pellucid.agents.openai_server import Ask, OpenAIServer, Reply, RequestError, Said, plain_messages
 from pellucid.agents.tools import ToolCall
 from pellucid.config.schema.agent import AgentConfig
+from pellucid.console import notice
 from pellucid.errors import UserError
 from pellucid.types import FinishReason, Outcome, Prompt
 
@@ -86,10 +87,12 @@ class Recorder:
 
     async def _answer(self, ask: Ask) -> Reply:
         chat, prompt = self._chat.with_tools(ask.tools), self._llm.sample.prompt
-        if ask.tools and chat.parse_calls is None:
+        calls_tools = bool(ask.tools) and ask.may_call
+        if calls_tools and chat.parse_calls is None:
             raise RequestError("the model's chat template does not show how it writes calls of tools")
         if sum(len(one.ends) + (not one.is_open) for one in self._sequences) >= self._max_turns:
             raise TrajectoryEndError("max_turns")
+        self._tell(ask.ignored)
         sequence, given = self._place(ask, chat, prompt)
         sequence.is_open = False
         answer = await sequence.llm.complete(given, stop=ask.stop, max_tokens=ask.max_tokens)
@@ -102,7 +105,7 @@ class Recorder:
             sequence.said = ask.said + chat.decode(drawn)
         else:
             content, calls = answer.text, list[ToolCall]()
-            if ask.tools and chat.parse_calls is not None:
+            if calls_tools and chat.parse_calls is not None:
                 content, calls = chat.parse_calls(chat.decode(drawn, special=True), self._num_calls)
             if any(call.error for call in calls):  # there is no form for these: the program reads what was written
                 content, calls = answer.text, []
@@ -111,6 +114,17 @@ class Recorder:
             sequence.said = [*ask.said, *plain_messages([reply])]
         sequence.ends.append(len(sequence.said))
         return Reply(reply, answer.finish_reason, len(tokens) - len(drawn), len(drawn))
+
+    def _tell(self, ignored: dict[str, Any]) -> None:
+        """Say once what a program sets that changes nothing, unless it is as the run has it."""
+        params = self._llm.params
+        drawn = {"temperature": params.temperature if params.do_sample else 0, "top_p": params.top_p}
+        drawn |= {"top_k": params.top_k, "presence_penalty": 0, "frequency_penalty": 0}
+        for name, value in ignored.items():
+            if name not in drawn or drawn[name] != value:
+                said = f"{FIELD}.command: the program sets {name} to {value!r:.60}, which changes nothing: "
+                why = "rollout.temperature and the keys beside it say how tokens are drawn."
+                notice(said + why, about=f"{FIELD}.command {name}")
 
     def _place(self, ask: Ask, chat: Chat, prompt: Prompt) -> tuple[_Sequence, Sequence[int]]:
         """Return the sequence that a request belongs to, and the tokens between its last turn and the next one.

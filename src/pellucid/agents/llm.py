@@ -142,7 +142,7 @@ class Llm:
     def __init__(
         self, engine: Answers, sample: Sample, params: SamplingParams, loop: "AgentLoop", on_done: Progress | None
     ) -> None:
-        self._engine, self._sample, self._params, self._loop = engine, sample, params, loop
+        self._engine, self._sample, self.params, self._loop = engine, sample, params, loop
         self.on_progress = on_done
         self._position = self._num_turns = self._num_calls = 0
         self._answer = ""
@@ -197,7 +197,7 @@ class Llm:
         # Named by what it begins with, and not by when: branches draw the same in whatever order they come.
         same = sum(one.sample.prompt.context == prompt.context for one in self.sequences[1:])
         stream = (*sample.stream, prompt.context, same)
-        params = replace(self._params, max_tokens=min(self._params.max_tokens, longest - len(token_ids)))
+        params = replace(self.params, max_tokens=min(self.params.max_tokens, longest - len(token_ids)))
         fork = Llm(self._engine, Sample(prompt, sample.sample, stream), params, self._loop, self.on_progress)
         fork._first = self
         self.sequences.append(fork)
@@ -234,7 +234,7 @@ class Llm:
         sample, start = self._sample, self._position + len(given)
         if self._num_turns == self._loop.max_turns:
             raise TrajectoryEndError("max_turns")
-        if start >= self._params.max_tokens:
+        if start >= self.params.max_tokens:
             raise TrajectoryEndError("length")
         if len(sample.token_ids) > self._position:
             between = sample.versions[self._position : start + 1]
@@ -244,7 +244,7 @@ class Llm:
         if given and len(sample.token_ids) == self._position:
             sample.add(given, [0.0] * len(given), [GIVEN] * len(given))
         if self._num_turns == len(sample.turns):
-            params = self._params
+            params = self.params
             if stop or max_tokens is not None:
                 limit = params.max_tokens if max_tokens is None else min(params.max_tokens, start + max_tokens)
                 params = replace(params, max_tokens=limit, stop=[*params.stop, *stop])

@@ -27,8 +27,25 @@ Said = str | list[Message]
 """What is to be gone on from."""
 LOOK_EVERY_S = 0.5
 """How often it is looked whether a client still waits."""
-_UNSUPPORTED = {"n": 1, "best_of": 1, "logprobs": None, "echo": False, "functions": None}
-"""What would ask for another answer than a turn of the policy, and its value where it does not."""
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("n", "best_of"), ((1,), "make a request for each answer")),
+    **dict.fromkeys(
+        ("logprobs", "top_logprobs", "logit_bias", "echo", "suffix", "modalities"),
+        ((False, {}, "", ["text"]), "leave it out"),
+    ),
+    **dict.fromkeys(("audio", "web_search_options"), ((), "leave it out")),
+    "response_format": (({"type": "text"},), "leave it out, and say in the messages what form it should have"),
+    "tool_choice": (("auto", "none"), "take 'auto', and say in the messages what should be called"),
+    "parallel_tool_calls": ((True,), "leave it out, and answer each call"),
+    "functions": (([],), "give them as 'tools'"),
+}
+"""What would ask for another answer than a turn of the policy, its values that do not, and what to do instead."""
+_KNOWN = {
+    *("messages", "prompt", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"),
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),  # who asks, and how it is billed
+    *("prediction", "prompt_cache_key", "prompt_cache_retention", *_REFUSED),
+}
+"""What needs no word on the console."""
 
 
 class RequestError(Exception):
@@ -41,12 +58,16 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is read of a request. How tokens are drawn is for the run to say: temperature and the like are left out."""
+    """What is read of a request."""
 
     said: Said
     tools: list[dict[str, Any]] = field(default_factory=list)
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    ignored: dict[str, Any] = field(default_factory=dict)
+    """What changes nothing: how tokens are drawn is for the run to say, and other fields are unknown."""
+    may_call: bool = True
+    """Whether calls of tools are looked for in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +232,10 @@ def _body(content: bytes) -> dict[str, Any]:
         raise RequestError(f"the request is no JSON ({error})") from error
     if not isinstance(body, dict):
         raise RequestError("the request is no JSON object")
-    for name, harmless in _UNSUPPORTED.items():
-        if body.get(name) and body[name] != harmless:
-            raise RequestError(f"'{name}' is not supported", "unsupported_parameter")
+    for name, (harmless, instead) in _REFUSED.items():
+        if body.get(name) not in (None, *harmless):
+            reason = f"'{name}' cannot be {json.dumps(body[name]):.80}: answers are turns of the policy as it drew them"
+            raise RequestError(f"{reason}; {instead}", "unsupported_parameter")
     return body
 
 
@@ -221,7 +243,7 @@ def _read_chat(body: dict[str, Any]) -> Ask:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or any(not isinstance(tool, dict) or "function" not in tool for tool in tools):
         raise RequestError("'tools' is a list of functions")
-    return Ask(plain_messages(body.get("messages")), tools, *_limits(body))
+    return Ask(plain_messages(body.get("messages")), tools, *_common(body), body.get("tool_choice") != "none")
 
 
 def _read_completion(body: dict[str, Any]) -> Ask:
@@ -230,17 +252,18 @@ def _read_completion(body: dict[str, Any]) -> Ask:
         said = said[0]
     if not isinstance(said, str) or not said:
         raise RequestError("'prompt' is one text")
-    return Ask(said, [], *_limits(body))
+    return Ask(said, [], *_common(body))
 
 
-def _limits(body: dict[str, Any]) -> tuple[int | None, list[str]]:
+def _common(body: dict[str, Any]) -> tuple[int | None, list[str], dict[str, Any]]:
+    """Return the limit of tokens, what ends the turn, and what changes nothing."""
     most, stop = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if most is not None and (type(most) is not int or most < 1):
         raise RequestError("'max_tokens' is a number of tokens, at least 1")
     if not isinstance(stop, list) or any(not isinstance(text, str) or not text for text in stop):
         raise RequestError("'stop' is a text or a list of these")
-    return most, stop
+    return most, stop, {name: value for name, value in body.items() if value is not None and name not in _KNOWN}
 
 
 def _written(reply: Reply, body: dict[str, Any]) -> list[dict[str, Any]]:
