@@ -324,9 +324,12 @@ def make_roles(
 
 
 def leave_loaded_alone() -> None:
-    """Keep the garbage collector from looking through libraries and models again and again: 0.25 s each time."""
+    """Keep the garbage collector from looking through libraries and models again and again, 0.25 s each time, and
+    through trajectories under way more often than their number asks for: that took half of an asynchronous controller.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
 
 
 def _make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | None) -> FsdpEngine:

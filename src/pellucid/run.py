@@ -19,7 +19,7 @@ from pellucid.agents.llm import AgentLoop
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.kl import KLControl
 from pellucid.algo.policy_loss import PolicyLoss
-from pellucid.build import Roles, check_roles, choose_estimator, choose_policy_loss, needed_roles
+from pellucid.build import Roles, check_roles, choose_estimator, choose_policy_loss, leave_loaded_alone, needed_roles
 from pellucid.config import RunConfig, build_plan, read_model_facts
 from pellucid.config.plan import plan_rows
 from pellucid.console import console, notice
@@ -214,6 +214,7 @@ def build_run(
     placement = place_roles(
         config, run_dir, roles, inputs.tokenizer, inputs.policy_loss, total_steps, watchdog.renew, profiler
     )
+    leave_loaded_alone()
     model, control = placement.roles.reward_model, config.algorithm.kl_ctrl
     rewards = Rewards(
         config.reward_model,

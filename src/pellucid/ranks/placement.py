@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from pellucid import devices
 from pellucid.algo.policy_loss import PolicyLoss
-from pellucid.build import Compute, RoleName, Roles, leave_loaded_alone, make_roles
+from pellucid.build import Compute, RoleName, Roles, make_roles
 from pellucid.config import RunConfig
 from pellucid.files.rundir import RunDir
 from pellucid.loading import torch_dtype
@@ -86,7 +86,6 @@ class LocalPlacement(Placement):
         if self.sentinel is not None:
             self.sentinel.modules_of = self.roles.modules_of
         self.device, self.profile_requests = str(self._device), []
-        leave_loaded_alone()
 
     @override
     def peak_flops(self) -> float:
