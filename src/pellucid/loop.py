@@ -21,6 +21,7 @@ engine. `run.py` makes the `Run` that this file drives; what a job's parts do is
 from contextlib import closing
 
 from pellucid.console import console
+from pellucid.errors import RunFailedError
 from pellucid.interrupt import StopRequested, stop_on_signals
 from pellucid.run import Run
 from pellucid.run_state import is_due, save_checkpoint
@@ -38,6 +39,7 @@ def train(run: Run, job: Job) -> None:
     Raises:
         StopRequested: Ctrl-C or SIGTERM; the step in hand was finished and its checkpoint written first.
         NonFiniteError: NaN or Inf in an update; the batch was saved.
+        RunFailedError: an alert whose action is to stop; the checkpoint of its step was written first.
     """
     trainer, schedule = run.config.trainer, SCHEDULES[run.config.trainer.schedule]
     with stop_on_signals() as stop, run.display, run.store, closing(schedule(run, job)) as schedule:
@@ -55,9 +57,9 @@ def train(run: Run, job: Job) -> None:
                 metrics |= job.validate(run, step)
             # The line goes out before the checkpoint: a kill in between repeats the step and its line, and loses
             # neither.
-            run.log(step, metrics | speed_metrics(run, step, metrics["perf/total_num_tokens"]))
+            asked = run.log(step, metrics | speed_metrics(run, step, metrics["perf/total_num_tokens"]))
             stopping = bool(stop)
-            if last or stopping or is_due(step, trainer.save_freq):
+            if last or stopping or is_due(step, trainer.save_freq) or asked & {"checkpoint", "stop"}:
                 with run.stage(Stage.SAVE_CHECKPOINT, step):
                     save_checkpoint(run, step, schedule.save)
             if stopping and not last:
@@ -67,6 +69,8 @@ def train(run: Run, job: Job) -> None:
                     markup=False,
                 )
                 raise StopRequested(stop[0])
+            if "stop" in asked and not last:
+                raise RunFailedError(f"an alert has stopped the run after step {step}; its checkpoint was written.")
 
 
 _TRAINING_STAGES = [stage for stage, role in ROLE_OF.items() if role not in ("rollout", "controller")]

@@ -137,12 +137,26 @@ def sample_metrics(rollouts: list[Rollout], scores: list[Score], *, has_turns: b
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     return (
         {"response_length/clip_ratio": cut}
+        | _spread_metrics(rollouts, scores)
         | {f"reward/part/{name}": fmean(values) for name, values in components.items()}
         | spread("critic/score", rewards)
         | spread("response_length", lengths)
         | spread("prompt_length", prompts)
         | (_agent_metrics(rollouts) if has_turns else {})
     )
+
+
+def _spread_metrics(rollouts: list[Rollout], scores: list[Score]) -> dict[str, float]:
+    """Return which share of the samples has no score, and of the groups none that differ."""
+    failed = {"reward/failed_share": sum(score.failure is not None for score in scores) / len(scores)}
+    groups: dict[str, list[float]] = {}
+    for rollout, score in zip(rollouts, scores):
+        if score.reward is not None:
+            groups.setdefault(rollout.prompt.uid, []).append(score.reward)
+    compared = [rewards for rewards in groups.values() if len(rewards) > 1]
+    if not compared:
+        return failed
+    return failed | {"batch/no_spread_share": sum(len(set(rewards)) == 1 for rewards in compared) / len(compared)}
 
 
 def _agent_metrics(rollouts: list[Rollout]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,7 @@ from pellucid.failures import Given, failure_kept
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
 from pellucid.loading import run_loop, run_tokenizer
+from pellucid.metrics.alerts import Alerts, post
 from pellucid.metrics.display import StepDisplay
 from pellucid.metrics.trackers import Trackers
 from pellucid.observe.captures import RunProfiler, controller_request
@@ -72,6 +73,7 @@ class Run:
     """What the rollout engine says of itself."""
     display: StepDisplay
     trackers: Trackers
+    alerts: Alerts
     total_steps: int
     first_step: int = 1
     """The next step to run; later than 1 after a resume."""
@@ -122,10 +124,17 @@ class Run:
         """What a resumed run goes on from beside weights and optimizer, by its name in a checkpoint."""
         return {"loader": self.loader, "kl_control": self.kl_control}
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Hand a finished step's metrics to the trackers and the console."""
+    def log(self, step: int, metrics: dict[str, float]) -> set[str]:
+        """Hand a finished step's metrics to the trackers and the console, and return what its alerts ask for."""
         self.trackers.log(step, metrics)
         self.display.finish_step(step, metrics)
+        begun = self.alerts.hear(step, metrics)
+        for alert in begun:
+            console.print(str(alert), style="bold red", markup=False)
+            self.run_dir.note_alert(asdict(alert))
+            if alert.url is not None:
+                post(str(self.run_dir.path), alert)
+        return {alert.action for alert in begun}
 
     def close(self) -> None:
         """End captures, the ranks and the timeline; scorer and trackers belong to who opened them."""
@@ -200,6 +209,7 @@ def build_run(
     """Place the roles that the algorithm needs and assemble the run, whose state is that of a fresh start until
     `restore` is called.
     """
+    alerts = Alerts(config.trainer.alerts)
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     loader = PromptLoader(inputs.train_prompts, config.data.train_batch_size, config.data.shuffle, seed)
     total_steps = num_steps(config, loader.steps_per_epoch)
@@ -245,6 +255,7 @@ def build_run(
         tracks=ReplicaTracks(profiler.spans, engine.replica_stats, show=is_seen),
         display=StepDisplay(total_steps, first_step - 1, watch=watchdog.stage),
         trackers=trackers,
+        alerts=alerts,
         total_steps=total_steps,
         first_step=first_step,
     )

@@ -172,3 +172,13 @@ def test_logits_that_are_not_finite_stop_the_run(work):
     done = work.train(*TWO_STEPS, f"{ACTOR}.optim.lr=1e13", status=1)
     assert "Traceback" not in done.output
     assert "next-token distribution" in done.text and "the last one is step 1" in done.text
+
+
+def test_an_alert_stops_a_run_after_its_checkpoint_and_the_run_goes_on_without_it(work):
+    stop = "trainer.alerts=[{metric: actor/lr, above: 0, steps: 2, action: stop, message: Planted.}]"
+    done = work.train(stop, "trainer.save_freq=-1", "data.val_files=null", status=1)
+    assert "alert at step 2: actor/lr is 0.0001, above 0. Planted." in done.text and "an alert has stopped the run after step 2" in done.text
+    [start] = json.loads((work.run_dir / "run.json").read_text())["starts"]
+    assert [alert["metric"] for alert in start["alerts"]] == ["actor/lr"] and "an alert" in start["exit_reason"]
+    assert "2 of 4 steps remain" in work.train("data.val_files=null").text
+    assert "trainer.alerts[0].metric" in work.train("trainer.alerts=[{metric: actor/l, above: 0}]", "trainer.default_local_dir=other", status=2).text

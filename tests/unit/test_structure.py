@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "tasks": {"errors", "types"},
     "data": {"errors", "types", "plugins", "tasks", "config.schema"},
     "reward": BASE | {"tasks", "algo", "config.schema", "observe.spans"},
-    "metrics": BASE | {"files"},
+    "metrics": BASE | {"files", "config.schema"},
     "files": BASE,
     "training": {"errors", "types", "threads", "stages"},
     "roles": {"errors", "types", "seeding", "plugins", "training", "algo", "config.schema"},
@@ -50,10 +50,10 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3050,
+    ("loop", *sorted(RUN - {"loop"})): 3085,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
-    ("config",): 3925,
+    ("config",): 3965,
     ("tasks", "data", "reward"): 1470,
     ("training",): 2455,
     ("roles",): 590,
@@ -62,14 +62,14 @@ BUDGETS = {
     ("ranks",): 1890,
     ("observe",): 4885,
     ("precision",): 3390,
-    ("metrics", "files"): 1330,
+    ("metrics", "files"): 1480,
     ("cli", "doctor"): 2195,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 34_700
+MAX_LINES = 34_900
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

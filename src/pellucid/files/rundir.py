@@ -132,6 +132,12 @@ class RunDir:
         })
         self._write_record(starts)
 
+    def note_alert(self, alert: dict[str, Any]) -> None:
+        """Add an alert to those of the last start."""
+        if starts := self.read_record():
+            starts[-1].setdefault("alerts", []).append(alert)
+            self._write_record(starts)
+
     def finish_record(self, exit_reason: str) -> None:
         """Write the end time and why the run ended (`finished`, `interrupted`, or the error) into the last start."""
         starts = self.read_record()

@@ -69,6 +69,7 @@ response_length/clip_ratio | fraction | Responses cut off at the length limit.
 prompt_length/* | tokens | prompt length of a sample.
 
 reward/num_failures | samples | Samples whose reward call broke twice; they are masked out of training.
+reward/failed_share | fraction | Samples without a score, of all that were scored in the step.
 reward/num_timeouts | calls | Reward calls killed for taking too long, repeats included.
 reward/part/<name> | as defined there | Mean of that part of the reward, over the samples that have it.
 reward/time_s | s | Time of the step's reward calls added up; they run side by side, so the stage may take less.
@@ -152,6 +153,7 @@ async/waiting_groups | groups | Finished groups that the step did not need and a
 staleness/mean | versions | Mean age of a token's policy version when it is trained on.
 staleness/max | versions | Largest age of a token's policy version when it is trained on.
 
+batch/no_spread_share | fraction | Groups in which all samples got the same reward: nothing is learned from them.
 batch/num_groups_dropped | groups | Groups left out of the update because their samples carry no signal.
 batch/num_gen_batches | batches | Generation batches drawn to fill the step.
 batch/packing_efficiency | fraction | Real tokens over token slots in the packed micro-batches.

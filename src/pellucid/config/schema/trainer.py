@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pellucid.config.fields import Alias, Needs, Range, option
+from pellucid.config.schema.alerts import AlertConfig
 
 Positive = Annotated[int, Range(ge=1)]
 Frequency = Annotated[int, Alias(0, -1), Range(ge=-1)]
@@ -93,6 +94,9 @@ class TrainerConfig(BaseTrainerConfig):
     nan_sentinel: bool = False
     """Watch each stage for the first NaN or Inf: on a hit its batch is saved, the passes are repeated with every
     module watched, and module, stage, rank and sample are named; `pellucid precision replay` captures it."""
+    alerts: list[AlertConfig] | None = field(default_factory=list)
+    """Conditions on metrics that you want to hear of, beside those that every run looks at, e.g.
+    `[{metric: actor/entropy, below: 0.1, steps: 3, action: stop}]`; null: none, and those neither."""
     dump_rollouts: bool = True
     """Write each step's prompts, responses, rewards and log-probabilities to the run's folder."""
 
