@@ -19,14 +19,14 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 
-from pellucid import devices
+from pellucid import devices, types
 from pellucid.agents.llm import sample_rollouts
 from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles
 from pellucid.config import RunConfig, load_config
@@ -37,19 +37,7 @@ from pellucid.loading import run_loop, run_tokenizer, torch_dtype
 from pellucid.ranks import RankFailedError
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
 from pellucid.stages import ROLE_OF, Stage
-from pellucid.types import (
-    Experience,
-    MiniBatch,
-    Outcome,
-    Prompt,
-    RewardFailure,
-    Rollout,
-    Samples,
-    Score,
-    ToolUse,
-    TrainBatch,
-    Turn,
-)
+from pellucid.types import MiniBatch, Prompt, Rollout, Samples
 
 if TYPE_CHECKING:
     from pellucid.precision.sentinel import Finding
@@ -102,10 +90,7 @@ class Failure:
         return f"{self.stage} of step {self.step}"
 
 
-_SAVED_TYPES = [
-    Experience, Failure, GenerateCall, MiniBatch, Outcome, Prompt, RewardFailure, Rollout, Samples, SamplingParams,
-    Score, ToolUse, TrainBatch, Turn,
-]  # fmt: skip
+_SAVED_TYPES = [Failure, GenerateCall, SamplingParams, *filter(is_dataclass, vars(types).values())]
 """All that `failure.pt` is made of beside tensors and plain values; nothing else is ever unpickled."""
 
 
