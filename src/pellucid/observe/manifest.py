@@ -103,18 +103,12 @@ class Manifest:
             raise UserError(str(path), reason, "Move it away to look at the timeline alone.") from error
 
 
-class Journal:
-    """What one process has written, a line each, on disk as soon as it is known."""
-
-    def __init__(self, folder: Path, process: str) -> None:
-        self._path = folder / f"{process}.jsonl"
-
-    def add(self, entry: ProfileFile | ProfileFailure) -> None:
-        """Append an entry."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        kind = "file" if isinstance(entry, ProfileFile) else "failure"
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({kind: asdict(entry)}) + "\n")
+def add_entry(folder: Path, process: str, entry: ProfileFile | ProfileFailure) -> None:
+    """Append an entry, a line, to the journal of a process; it is on disk as soon as it is known."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = "file" if isinstance(entry, ProfileFile) else "failure"
+    with (folder / f"{process}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({kind: asdict(entry)}) + "\n")
 
 
 def read_journals(folder: Path) -> tuple[list[ProfileFile], list[ProfileFailure]]:

@@ -21,7 +21,7 @@ from rich.filesize import decimal as size
 
 from pellucid.config.schema.profiler import ScheduleConfig
 from pellucid.errors import RunFailedError, UserError
-from pellucid.observe.manifest import Journal, ProfileFailure, ProfileFile, plain_files, shown_path
+from pellucid.observe.manifest import ProfileFailure, ProfileFile, add_entry, plain_files, shown_path
 from pellucid.observe.request import ProcessRequest, RoleRequest, num_units, unit_action
 from pellucid.observe.spans import SpanRecorder
 from pellucid.observe.tools import Capture, KeptInPartError, TensorTool, Tool, tool_class
@@ -476,6 +476,6 @@ class ProcessProfiler:
     def _write_down(self, entry: ProfileFile | ProfileFailure) -> None:
         assert self.request is not None
         try:
-            Journal(self.request.journal, self.request.process).add(entry)
+            add_entry(self.request.journal, self.request.process, entry)
         except OSError as error:
             self._say(f"profiling: the journal cannot be written ({error}); the manifest will lack an entry")

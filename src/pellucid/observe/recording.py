@@ -23,7 +23,7 @@ from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError
 from pellucid.observe import nsys_process
 from pellucid.observe.captures import controller_request, finish, save_folder
-from pellucid.observe.manifest import JOURNALS, Journal, ProfileFailure, manifest_folder, read_journals, shown_path
+from pellucid.observe.manifest import JOURNALS, ProfileFailure, add_entry, manifest_folder, read_journals, shown_path
 from pellucid.observe.nsys_process import AFTER_S, DONE, PROBLEM, VARIABLE, own_recording, record
 from pellucid.observe.request import ProcessRequest
 from pellucid.observe.tools.base import free_path
@@ -238,7 +238,7 @@ def place_files(folder: Path, journals: Path) -> tuple[list[Path], list[str]]:
     known = {file.path: file for file in read_journals(journals)[0]}
     files, problems, captures = list[Path](), list[str](), Counter[str]()
     for note in notes:
-        process, journal = note.process, Journal(journals, note.process)
+        process = note.process
         captures[process] += 1
         # With one capture nsys leaves its number out.
         names = [f"{process}.{captures[process]}", *[process] * (captures[process] == 1)]
@@ -247,7 +247,8 @@ def place_files(folder: Path, journals: Path) -> tuple[list[Path], list[str]]:
         if raw is None:
             what = f"nsys wrote no file of {note.stage or 'the step'}: {Path(note.path).name}"
             problems.append(f"step {note.step}, {process}: {what}")
-            journal.add(ProfileFailure(what, note.step, note.stage, note.role, note.rank, "nsys", process))
+            failure = ProfileFailure(what, note.step, note.stage, note.role, note.rank, "nsys", process)
+            add_entry(journals, process, failure)
             continue
         if raw.suffix == UNCONVERTED:
             raw = _convert(raw, problems)
@@ -257,7 +258,7 @@ def place_files(folder: Path, journals: Path) -> tuple[list[Path], list[str]]:
         shown = shown_path(path, journals.parent)
         # What the process itself wrote when the capture ended, if it came to that.
         more = {"units": known[shown].units, "duration_s": known[shown].duration_s} if shown in known else {}
-        journal.add(replace(note, path=shown, bytes=path.stat().st_size, **more))
+        add_entry(journals, process, replace(note, path=shown, bytes=path.stat().st_size, **more))
     shutil.rmtree(folder)  # what is left was recorded before the first step to profile
     return files, problems
 

@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from pellucid.errors import MissingExtraError, UserError
-from pellucid.observe.manifest import Journal
+from pellucid.observe.manifest import add_entry
 from pellucid.observe.nsys_process import PROBLEM, Recording, own_recording
 from pellucid.observe.tools.base import Capture, Tool, ToolSettings, free_path
 
@@ -127,8 +127,7 @@ def note_capture(recording: Recording, capture: Capture) -> Path:
     path = free_path(capture.folder.absolute() / (name + suffix))
     if recording.capture_range is None and number > 1:
         return path  # one file holds all, and is named after the first
-    note = capture.file(str(path), None, "nsys", raw.name, time.time())
-    Journal(raw.parent, raw.name).add(note)
+    add_entry(raw.parent, raw.name, capture.file(str(path), None, "nsys", raw.name, time.time()))
     return path
 
 
