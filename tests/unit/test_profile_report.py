@@ -16,7 +16,7 @@ from pellucid.files.rundir import RunDir
 from pellucid.observe.manifest import Manifest, ProfileFile
 from pellucid.observe.report.merge import merge
 from pellucid.observe.report.report_page import report_parts
-from pellucid.observe.report.stage_work import clip, union
+from pellucid.observe.report.stage_work import length, overlap
 from pellucid.observe.report.timeline import read_timeline
 from pellucid.observe.report.torch_traces import TraceError, open_trace, read_capture
 from pellucid.observe.report.verdict import build_report
@@ -456,8 +456,8 @@ def test_a_trace_is_read_and_one_that_is_torn_is_said(tmp_path):
 
 
 def test_intervals():
-    assert union([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
-    assert clip([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
+    assert length([(3, 4), (0, 2), (1, 2.5), (1.5, 2)]) == 3.5
+    assert overlap([(0, 2), (3, 6), (1, 2)], [(1, 4), (5, 9)]) == 3
 
 
 def with_captures(run: Path, **events_of_rank) -> Path:

@@ -4,6 +4,7 @@ Processor time tells work from waiting: ranks compute in lock step, so the spans
 is neither work nor waiting for a core is waiting for something else.
 """
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -147,8 +148,8 @@ def stage_times(timeline: Timeline) -> list[StageTime]:
                 longest_s = max(work.wall_s for work in of_step)
                 stage.still_s[step] = min(longest_s - work.seconds[BUSY] - work.seconds[NO_CORE] for work in of_step)
                 works[name] += of_step
-        in_stages = clip(union(covered), [(whole.start_us, whole.end_us)])
-        row(OUTSIDE).seconds[step] = max(0.0, whole.dur_us - length(in_stages)) / 1e6
+        in_stages_us = overlap(covered, [(whole.start_us, whole.end_us)])
+        row(OUTSIDE).seconds[step] = max(0.0, whole.dur_us - in_stages_us) / 1e6
     last = [OUTSIDE, *BETWEEN.values()]
     for stage in rows.values():
         stage.share = stage.mean_s / timeline.step_s
@@ -242,7 +243,7 @@ def reward_calls(timeline: Timeline) -> RewardCalls | None:
     calls = [span for span in timeline.spans if span.name == REWARD_CALL]
     if not calls:
         return None
-    covered_us = length(union((call.start_us, call.end_us) for call in calls))
+    covered_us = length((call.start_us, call.end_us) for call in calls)
     stage_us = sum(span.dur_us for span in timeline.spans if span.name == Stage.REWARD)
     return RewardCalls(
         per_step=len(calls) / len(timeline.steps),
@@ -271,31 +272,15 @@ def tool_times(timeline: Timeline) -> list[ToolTime]:
     return sorted(times, key=lambda tool: -tool.share)
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return disjoint intervals, ascending, that cover the same."""
-    merged: list[Interval] = []
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the length of all that some interval covers."""
+    total, covered_to = 0.0, -math.inf
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+        total += max(0.0, end - max(start, covered_to))
+        covered_to = max(covered_to, end)
+    return total
 
 
-def clip(intervals: list[Interval], window: list[Interval]) -> list[Interval]:
-    """Return the parts of disjoint intervals that lie within disjoint others; both ascend."""
-    parts: list[Interval] = []
-    position = 0
-    for low, high in window:
-        while position < len(intervals) and intervals[position][1] <= low:
-            position += 1
-        at = position
-        while at < len(intervals) and intervals[at][0] < high:
-            parts.append((max(low, intervals[at][0]), min(high, intervals[at][1])))
-            at += 1
-    return parts
-
-
-def length(intervals: list[Interval]) -> float:
-    """Return the total length of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
+def overlap(intervals: list[Interval], window: list[Interval]) -> float:
+    """Return the length of what both cover."""
+    return length(intervals) + length(window) - length([*intervals, *window])

@@ -15,7 +15,7 @@ from typing import Any
 
 from pellucid.errors import MissingExtraError
 from pellucid.observe.manifest import ProfileFile
-from pellucid.observe.report.stage_work import Interval, clip, length, union
+from pellucid.observe.report.stage_work import Interval, length, overlap
 
 TOP_KERNELS = 10
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
@@ -107,14 +107,13 @@ def read_capture(file: ProfileFile, path: Path) -> Capture:
     main = max(operators.values(), key=len, default=[])
     if main and not captured:
         captured.append((min(main)[0], max(start - less for start, less, _ in main)))
-    window = union(captured)
-    compute = clip(union((start, start - less) for start, less, name in main if _computes(name)), window)
-    either = union([*compute, *clip(union(communication), window)])
+    computing = [(start, start - less) for start, less, name in main if _computes(name)]
+    compute_us = overlap(computing, captured)
     return Capture(
         file=file,
-        wall_s=length(window) / 1e6,
-        compute_s=length(compute) / 1e6,
-        exposed_s=(length(either) - length(compute)) / 1e6,
+        wall_s=length(captured) / 1e6,
+        compute_s=compute_us / 1e6,
+        exposed_s=max(0.0, overlap([*computing, *communication], captured) - compute_us) / 1e6,
         operators=_self_times(operators.values()),
         num_kernels=num_kernels,
     )
