@@ -103,7 +103,9 @@ def _record(
     try:
         pid = _read(told, time.monotonic() + START_S)
         if pid is None:
-            return None, f"nsys did not start the program: {_last_words(_beside(raw, LOG))}"
+            lines = map(str.strip, _beside(raw, LOG).read_text(errors="replace").splitlines())
+            said = " ".join(line for line in lines if line and not line.startswith(("usage:", "Try ")))
+            return None, f"nsys did not start the program: {said[:400] or 'it hung'}"
         with _handing_on_signals(pid):
             status = _read(told, None)
             deadline = time.monotonic() + after_s
@@ -131,12 +133,6 @@ def _read(pipe: int, deadline: float | None) -> int | None:
         return None
     answer = os.read(pipe, 4)
     return int.from_bytes(answer) if answer else None
-
-
-def _last_words(log: Path) -> str:
-    """Return what nsys said, without how it is used."""
-    lines = (line.strip() for line in log.read_text(errors="replace").splitlines())
-    return " ".join(line for line in lines if line and not line.startswith(("usage:", "Try ")))[:400] or "it hung"
 
 
 def _kill(process: subprocess.Popen[bytes], session: str) -> None:

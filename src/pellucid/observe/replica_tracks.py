@@ -55,7 +55,9 @@ class ReplicaTracks:
             self._show(f"{name}: requests", requests)
             self._show(f"{name}: tokens/s", {"sampled": round((one.sampled_tokens - before.sampled_tokens) / passed_s)})
             self._show(f"{name}: cache", {"used %": round(100 * one.cache_share, 1)})
-            self._show(f"{name}: prefix hits", {"%": round(100 * _hit_share(before, one), 1)})
+            reused = one.reused_tokens - before.reused_tokens
+            read = reused + one.computed_tokens - before.computed_tokens  # tokens before answers, since the last look
+            self._show(f"{name}: prefix hits", {"%": round(100 * reused / read, 1) if read else 0.0})
             self._show(f"{name}: preemptions", {"since the start": one.preemptions})
         self._sampled, self._sampled_at = stats, now
 
@@ -104,10 +106,3 @@ class ReplicaTracks:
 def _busy_s(stats: EngineStats) -> float:
     """Return the seconds in which an engine has decoded since its start."""
     return stats.sampled_tokens / stats.tokens_per_s if stats.tokens_per_s else 0.0
-
-
-def _hit_share(before: EngineStats, now: EngineStats) -> float:
-    """Return the share of the tokens before answers that were found in the cache between two looks."""
-    reused = now.reused_tokens - before.reused_tokens
-    read = reused + now.computed_tokens - before.computed_tokens
-    return reused / read if read else 0.0

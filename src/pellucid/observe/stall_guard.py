@@ -25,7 +25,7 @@ def guard(run_dir: Path, main_thread: int, beats_file: int, stacks: int) -> None
     """Return when the run ends; end it when it is stalled."""
     run, memory = psutil.Process(os.getppid()), mmap.mmap(beats_file, BEAT_BYTES)
     then, suspended_s, was_asked, last_deadline = time.monotonic(), 0.0, False, 0.0
-    while not _input_closes(_REACH_MAIN_S if was_asked else _POLL_S):
+    while not select.select([0], [], [], _REACH_MAIN_S if was_asked else _POLL_S)[0]:  # its input closes
         try:
             is_ending, beats = read_beats(memory)
             is_stopped = run.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # Ctrl-Z
@@ -43,10 +43,6 @@ def guard(run_dir: Path, main_thread: int, beats_file: int, stacks: int) -> None
                 return
             run.send_signal(STALL_SIGNAL)
             was_asked = True
-
-
-def _input_closes(seconds: float) -> bool:
-    return bool(select.select([0], [], [], seconds)[0])
 
 
 def _end(run: psutil.Process, run_dir: Path, stall: str, main_thread: int, stacks: int) -> None:

@@ -63,10 +63,8 @@ def _stages(report: Report) -> RenderableType:
         yield seconds(limiting.own_s) if limiting else "–"
         yield seconds(stage.mean_s)
         yield f"{stage.share:.1%}"
-        for step in (
-            min(stage.seconds, key=stage.seconds.__getitem__),
-            max(stage.seconds, key=stage.seconds.__getitem__),
-        ):
+        for extreme in (min, max):
+            step = extreme(stage.seconds, key=stage.seconds.__getitem__)
             yield f"{seconds(stage.seconds[step])} ({step})"
 
     columns = ("stage", "limited by", "its own time", "mean", "share", "fastest (step)", "slowest (step)")

@@ -124,11 +124,8 @@ def read_timeline(
         elif span.name == WRITE:
             captured.add(span.step)
     if not whole:
-        reason, remedy = (
-            f"the timeline '{folder}' holds no finished step.",
-            "Wait for the first, or look into its logs.",
-        )
-        raise UserError("RUN", reason, remedy)
+        reason = f"the timeline '{folder}' holds no finished step."
+        raise UserError("RUN", reason, "Wait for the first, or look into its logs.")
     if only_step not in (None, *whole):
         reason = f"the timeline '{folder}' has no finished step {only_step}."
         raise UserError("--step", reason, f"Finished steps: {ranges(sorted(whole))}.")

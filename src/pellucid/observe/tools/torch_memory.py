@@ -299,14 +299,9 @@ def figures(changes: list[Change], ranges: RangeLog, started_ns: int) -> dict[st
         "peak_at_s": max(0, peak_ns - started_ns) / 1e9,
         "peak_range": ranges.at(peak_ns)[1],
         "end_bytes": total,
+        # `peak_bytes` is the most that was held while a stage ran, whoever allocated it.
         "by_stage": [
-            {
-                "stage": stage,
-                "allocated_bytes": allocated[stage],
-                "at_peak_bytes": of_stage[stage],
-                # The most that was held while it ran, whoever allocated it.
-                "peak_bytes": most,
-            }
+            {"stage": stage, "allocated_bytes": allocated[stage], "at_peak_bytes": of_stage[stage], "peak_bytes": most}
             for stage, most in highest.items()
         ],
         "at_peak": _sites(at_peak, stage_of),
