@@ -108,9 +108,9 @@ class Completion:
     """Tokens before the answer that the engine found in its cache, where it says so."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
-    """What an engine does at this moment, and what it has done since it was made."""
+    """What an engine does at this moment, and what it has done since it was made; it counts on in one of its own."""
 
     running: int = 0
     """Requests that have begun, those of `prefilling` among them."""

@@ -19,7 +19,7 @@ from pellucid import seeding
 from pellucid.errors import UserError
 from pellucid.rollout.native.cache import DecodeAttention, KVCache, PrefillAttention, closed_up
 from pellucid.rollout.native.sampling import draw_tokens
-from pellucid.rollout.requests import Completion, Request, SamplingParams, Trajectory, cut_at_stop
+from pellucid.rollout.requests import Completion, EngineStats, Request, SamplingParams, Trajectory, cut_at_stop
 from pellucid.stages import Probe, TokenSpan, Unit
 from pellucid.training.common.attention import AttentionLayout
 from pellucid.training.common.models import decode, output_head
@@ -144,8 +144,8 @@ class Decoder:
         self.rows: list[Row] = []
         self.waiting: list[Row] = []
         self.kept: dict[Trajectory, _KeptTrajectory] = {}
-        self.computed_tokens = self.reused_tokens = self.sampled_tokens = self.prefilling = self.answered = 0
-        self.queue_s = self.prefill_s = self.decode_s = 0.0
+        self.counted = EngineStats()
+        """What has been done so far, and how many requests are being prefilled."""
         config = policy.model.config.get_text_config()
         heads, fields = config.num_attention_heads, config.to_dict()
         head_size = fields.get("head_dim") or config.hidden_size // heads
@@ -216,16 +216,16 @@ class Decoder:
                     break
                 begin[key] = row
             else:
-                self.reused_tokens += len(row.request.token_ids)
+                self.counted.reused_tokens += len(row.request.token_ids)
             num_admitted += 1
         admitted, self.waiting = self.waiting[:num_admitted], self.waiting[num_admitted:]
-        self.prefilling, began = num_admitted, time.perf_counter()
+        self.counted.prefilling, began = num_admitted, time.perf_counter()
         if begin:
             self.prefill(list(begin.values()))
         prefixes = [self._prefixes[_prefix_key(row)] for row in admitted]
         self.cache.add_rows([prefix.slot for prefix in prefixes])
         self.rows += admitted
-        self.prefilling = 0
+        self.counted.prefilling = 0
         for row in admitted:
             row.draw_uniforms(self._seed)
         self._draw(torch.stack([prefix.logits for prefix in prefixes]), admitted)
@@ -252,8 +252,8 @@ class Decoder:
         positions = [first + step for first, length in zip(before, lengths) for step in range(length)]
         with self.probe.forward_pass(lambda: _prompt_spans(rows, before)):
             hidden = self._forward(ids, positions, PrefillAttention(self.cache, slots, before, lengths))
-        self.computed_tokens += sum(lengths)
-        self.reused_tokens += sum(before)
+        self.counted.computed_tokens += sum(lengths)
+        self.counted.reused_tokens += sum(before)
         logits_GV = self._logits(hidden[torch.tensor(lengths, device=self._device).cumsum(0) - 1])
         for row, slot, logits in zip(rows, slots, logits_GV):
             self._prefixes[_prefix_key(row)] = _Prefix(row.request.token_ids, slot, logits)
@@ -300,7 +300,7 @@ class Decoder:
             logp = torch.zeros(len(rows), device=self._device)
             for params, index in _by_params(rows):
                 tokens[index], logp[index] = draw_tokens(logits[index], uniforms[index], params)
-        self.sampled_tokens += len(rows)
+        self.counted.sampled_tokens += len(rows)
         self._last_token = torch.cat([self._last_token, tokens])
         for row, token, value in zip(rows, tokens.tolist(), logp.tolist()):
             row.token_ids.append(token)
@@ -320,10 +320,10 @@ class Decoder:
                     self.kept[row.request.stream.trajectory] = _KeptTrajectory(tokens, self.cache.copy_out(index))
                 finished.append((row, self.completion(row, reason)))
                 if reason != "aborted":
-                    self.answered += 1
-                    self.queue_s += row.began - row.arrived
-                    self.prefill_s += row.drew_first - row.began
-                    self.decode_s += time.perf_counter() - row.drew_first
+                    self.counted.answered += 1
+                    self.counted.queue_s += row.began - row.arrived
+                    self.counted.prefill_s += row.drew_first - row.began
+                    self.counted.decode_s += time.perf_counter() - row.drew_first
         order = closed_up(keep)
         self.rows = [self.rows[index] for index in order]
         self.cache.keep_rows(order)

@@ -180,7 +180,7 @@ class NativeRolloutEngine(RolloutEngine):
         self.decoder.rows.clear()
         self.decoder.waiting.clear()
         self.decoder.kept.clear()
-        self.decoder.prefilling = 0
+        self.decoder.counted.prefilling = 0
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             if isinstance(error, Exception) and not answer.done():
@@ -254,20 +254,13 @@ class NativeRolloutEngine(RolloutEngine):
 
     def stats(self) -> EngineStats:
         """Return what the decoder does at this moment."""
-        decoder = self.decoder
-        return EngineStats(
-            running=len(decoder.rows) + decoder.prefilling,
-            prefilling=decoder.prefilling,
+        decoder, counted = self.decoder, self.decoder.counted
+        return replace(
+            counted,
+            running=len(decoder.rows) + counted.prefilling,
             waiting=len(decoder.waiting),
             kept=len(decoder.kept),
             cache_share=decoder.cache.share_in_use,
-            computed_tokens=decoder.computed_tokens,
-            reused_tokens=decoder.reused_tokens,
-            sampled_tokens=decoder.sampled_tokens,
-            answered=decoder.answered,
-            queue_s=decoder.queue_s,
-            prefill_s=decoder.prefill_s,
-            decode_s=decoder.decode_s,
-            tokens_per_s=decoder.sampled_tokens / self._busy_s if self._busy_s else 0.0,
+            tokens_per_s=counted.sampled_tokens / self._busy_s if self._busy_s else 0.0,
             version=self.policy.version,
         )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -14,25 +15,24 @@ class EngineNumbers(StatLoggerBase):
 
     def __init__(self, listener: Callable[[EngineStats], None]) -> None:
         self._listener = listener
-        self._computed = self._reused = self._sampled = self._preemptions = self._answered = 0
-        self._queue_s = self._prefill_s = self._decode_s = self._busy_s = 0.0
-        self._last, self._is_busy = time.perf_counter(), False
+        self._counted = EngineStats()
+        self._last, self._is_busy, self._busy_s = time.perf_counter(), False, 0.0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """Take in the numbers of a step."""
-        now = time.perf_counter()
+        now, counted = time.perf_counter(), self._counted
         if iteration_stats is not None:
             prompts = iteration_stats.prompt_token_stats
-            self._computed += prompts.computed
-            self._reused += prompts.total - prompts.computed
-            self._sampled += iteration_stats.num_generation_tokens
-            self._preemptions += iteration_stats.num_preempted_reqs
+            counted.computed_tokens += prompts.computed
+            counted.reused_tokens += prompts.total - prompts.computed
+            counted.sampled_tokens += iteration_stats.num_generation_tokens
+            counted.preemptions += iteration_stats.num_preempted_reqs
             for request in iteration_stats.finished_requests:
                 if str(request.finish_reason) != "abort":  # of one that never began, the times are none
-                    self._answered += 1
-                    self._queue_s += request.queued_time
-                    self._prefill_s += request.prefill_time
-                    self._decode_s += request.decode_time
+                    counted.answered += 1
+                    counted.queue_s += request.queued_time
+                    counted.prefill_s += request.prefill_time
+                    counted.decode_s += request.decode_time
         step = None if scheduler_stats is None else scheduler_stats.iteration_details
         if self._is_busy:
             self._busy_s += now - self._last
@@ -43,20 +43,13 @@ class EngineNumbers(StatLoggerBase):
             return
         self._is_busy = scheduler_stats.num_running_reqs + scheduler_stats.num_waiting_reqs > 0
         self._listener(
-            EngineStats(
+            replace(
+                counted,
                 prefilling=0 if step is None else min(step.num_ctx_requests, scheduler_stats.num_running_reqs),
                 running=scheduler_stats.num_running_reqs,
                 waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
                 cache_share=scheduler_stats.kv_cache_usage,
-                computed_tokens=self._computed,
-                reused_tokens=self._reused,
-                sampled_tokens=self._sampled,
-                preemptions=self._preemptions,
-                answered=self._answered,
-                queue_s=self._queue_s,
-                prefill_s=self._prefill_s,
-                decode_s=self._decode_s,
-                tokens_per_s=self._sampled / self._busy_s if self._busy_s else 0.0,
+                tokens_per_s=counted.sampled_tokens / self._busy_s if self._busy_s else 0.0,
             )
         )
 
