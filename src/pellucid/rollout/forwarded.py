@@ -1,6 +1,7 @@
-"""An engine that another process runs, as its caller sees it: every method becomes a call that travels there.
+"""An engine that runs somewhere else, as its caller sees it: every method becomes a call that travels there.
 
-`EngineProcess` sends the calls through a pipe, `RemoteReplica` of `ranks/` as calls of a Ray actor.
+`EngineProcess` sends the calls through a pipe, `RemoteReplica` of `ranks/` as calls of a Ray actor, and
+`InferenceRolloutEngine` into the event loop of vLLM or SGLang.
 """
 
 from dataclasses import replace
@@ -64,7 +65,7 @@ class ForwardedEngine(RolloutEngine):
         await self._call("wake")
 
     async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
-        """Record a trace of the process."""
+        """Record traces where it runs."""
         await self._call("start_profile", folder.absolute(), skip_steps, num_steps)
 
     async def look_inside(self, function: str, *arguments: Any) -> list[Any]:
@@ -72,7 +73,7 @@ class ForwardedEngine(RolloutEngine):
         return await self._call("look_inside", function, *arguments)
 
     async def stop_profile(self) -> list[Path]:
-        """End the trace and return its files."""
+        """End the recording and return its files."""
         return await self._call("stop_profile")
 
     def stats(self) -> EngineStats:

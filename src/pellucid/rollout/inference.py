@@ -17,18 +17,18 @@ from typing import Any, Literal, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from pellucid.errors import NORMALISER, NonFiniteError, RunFailedError, UserError
+from pellucid.rollout.forwarded import ForwardedEngine
 from pellucid.rollout.requests import (
     Completion,
     EngineStats,
     PauseMode,
     Request,
-    RolloutEngine,
+    Trajectory,
     WeightUpdate,
     cut_at_stop,
     end_other_tasks,
 )
 from pellucid.rollout.transports import WeightsDifferError
-from pellucid.rollout.under_way import RequestsUnderWay
 from pellucid.seeding import derive_seed
 from pellucid.training.common.models import decode
 
@@ -107,8 +107,8 @@ class Inference(Protocol):
 Start = Callable[[Record], Coroutine[Any, Any, Inference]]
 
 
-class InferenceRolloutEngine(RolloutEngine):
-    """Samples with an inference engine.
+class InferenceRolloutEngine(ForwardedEngine):
+    """Samples with an inference engine, which calls are forwarded to.
 
     Args:
         start: returns it once it has begun, and it tells the callback of its numbers; its weights are what the first
@@ -126,10 +126,9 @@ class InferenceRolloutEngine(RolloutEngine):
         *,
         seed: int,
     ) -> None:
+        super().__init__()
         self._tokenizer, self._eos, self._seed = tokenizer, eos_token_ids, seed
         self._names = itertools.count()
-        self._under_way = RequestsUnderWay()
-        self._stats = EngineStats()
         self._version, self._paused = 0, False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="inference", daemon=True)
@@ -157,10 +156,8 @@ class InferenceRolloutEngine(RolloutEngine):
         finally:
             task.cancel()
 
-    @property
-    def in_hand(self) -> list[str]:
-        """Names of the trajectories that are being decoded at this moment."""
-        return self._under_way.names
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._there(getattr(self._inference, method)(*arguments))
 
     async def generate(self, request: Request) -> Completion:
         """Answer a request together with all others that are under way."""
@@ -170,7 +167,13 @@ class InferenceRolloutEngine(RolloutEngine):
     async def _generate(self, request: Request) -> Completion:
         name = f"{request.stream.name} turn {request.stream.turn} request {next(self._names)}"
         drawn = await self._inference.draw(name, list(request.token_ids), self._params(request), -request.priority)
-        return self._completion(request, drawn)
+        bad = next((value for value in drawn.logprobs if not math.isfinite(value)), None)
+        if bad is not None:
+            raise NonFiniteError(NORMALISER, bad, [0])
+        answer = [*request.token_ids[len(request.token_ids) - request.stream.position :], *drawn.token_ids]
+        text = cut_at_stop(decode(self._tokenizer, answer, skip_special=True), request.params.stop)
+        reason, reused_tokens = drawn.finish_reason, drawn.reused_tokens
+        return Completion(drawn.token_ids, drawn.logprobs, drawn.versions, reason, text, reused_tokens)
 
     def _params(self, request: Request) -> dict[str, Any]:
         params, stream = request.params, request.stream
@@ -187,14 +190,8 @@ class InferenceRolloutEngine(RolloutEngine):
             "detokenize": bool(params.stop),
         }
 
-    def _completion(self, request: Request, drawn: Drawn) -> Completion:
-        bad = next((value for value in drawn.logprobs if not math.isfinite(value)), None)
-        if bad is not None:
-            raise NonFiniteError(NORMALISER, bad, [0])
-        answer = [*request.token_ids[len(request.token_ids) - request.stream.position :], *drawn.token_ids]
-        text = cut_at_stop(decode(self._tokenizer, answer, skip_special=True), request.params.stop)
-        reason, reused_tokens = drawn.finish_reason, drawn.reused_tokens
-        return Completion(drawn.token_ids, drawn.logprobs, drawn.versions, reason, text, reused_tokens)
+    async def release(self, trajectory: Trajectory) -> None:
+        """Leave its cache to the engine, which finds what it can use again."""
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take over the trainer's weights between two tokens; running requests go on with them."""
@@ -219,21 +216,13 @@ class InferenceRolloutEngine(RolloutEngine):
 
     async def pause(self, requests: PauseMode) -> None:
         """Stop decoding until `resume`."""
-        await self._there(self._inference.pause(requests))
+        await super().pause(requests)
         self._paused = True
 
     async def resume(self) -> None:
         """Go on with the requests that wait."""
         self._paused = False
-        await self._there(self._inference.resume())
-
-    async def sleep(self) -> None:
-        """Give the device's memory back."""
-        await self._there(self._inference.sleep())
-
-    async def wake(self) -> None:
-        """Undo `sleep`."""
-        await self._there(self._inference.wake())
+        await super().resume()
 
     def _record(self, numbers: EngineStats) -> None:
         self._stats = numbers
@@ -243,17 +232,9 @@ class InferenceRolloutEngine(RolloutEngine):
         """Return what the engine does at this moment."""
         return replace(self._stats, version=self._version)
 
-    async def start_profile(self, folder: Path, skip_steps: int = 0, num_steps: int | None = None) -> None:
-        """Record traces with the engine's own profiler."""
-        await self._there(self._inference.start_profile(folder, skip_steps, num_steps))
-
     async def look_inside(self, function: str, *arguments: Any) -> list[Any]:
         """Call a function in each of the engine's workers."""
-        return await self._there(self._inference.call_workers("look_inside", function, *arguments))
-
-    async def stop_profile(self) -> list[Path]:
-        """End the recording and return the traces, one of each worker."""
-        return await self._there(self._inference.stop_profile())
+        return await self._call("call_workers", "look_inside", function, *arguments)
 
     def close(self) -> None:
         """Let go of it, and end the thread that spoke with it."""
