@@ -12,7 +12,7 @@ from pellucid.config import RunConfig, build_plan, load_config, read_model_facts
 from pellucid.doctor import examine, hardware, network, software, storage
 from pellucid.doctor.findings import Finding
 from pellucid.doctor.machine import Device, Machine, group_limits
-from pellucid.doctor.ray_cluster import check_ray
+from pellucid.doctor.network import check_ray
 
 GIB = 2**30
 CPU = Machine("cpu", (), 8, None, 32 * GIB, 24 * GIB, 16 * GIB)

@@ -12,7 +12,6 @@ from pellucid.config.plan import Plan
 from pellucid.doctor import hardware, network, software, storage
 from pellucid.doctor.findings import Finding, Status
 from pellucid.doctor.machine import Machine, read_machine
-from pellucid.doctor.ray_cluster import check_ray
 from pellucid.errors import UserError
 
 __all__ = ["Finding", "Status", "examine"]
@@ -61,7 +60,7 @@ def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:
             yield network.check_ray_port()
         if software.is_installed("ray"):
             # Without room for all ranks, which is said above, it is still worth knowing whether Ray starts at all.
-            yield check_ray(config if there_is_room else None)
+            yield network.check_ray(config if there_is_room else None)
     yield from hardware.check_memory(machine, plan, ranks)
     if config is not None:
         yield storage.check_run_directory(config, storage.checkpoint_bytes(config, plan))
