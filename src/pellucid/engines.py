@@ -33,8 +33,7 @@ from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import RolloutEngine, WeightUpdate, run_sync
 from pellucid.rollout.sglang_processes import check_sglang, sglang_options
-from pellucid.rollout.sglang_processes.joined_sglang import SGLANG_SERVERS
-from pellucid.rollout.sglang_processes.own_sglang import OwnSglang
+from pellucid.rollout.sglang_processes.sglang_over_http import SGLANG_SERVERS, OwnSglang
 from pellucid.rollout.transports import BUCKET_BYTES, Transport, WeightHandle, WeightStore
 from pellucid.rollout.vllm_processes import check_vllm
 from pellucid.rollout.vllm_processes.adapters import adapter_options
@@ -229,10 +228,6 @@ def _check_servers(config: RunConfig, kind: ServerKind) -> None:
     check_servers(kind, section, asked, shape_of(facts), _transport_here(config))
 
 
-def _start_vllm(config: RunConfig) -> RolloutEngine:
-    return _outside(config, partial(OwnVllm.start, _vllm_profiler(config) | _vllm_options(config)))
-
-
 def _vllm_profiler(config: RunConfig) -> dict[str, Any]:
     """Return what vLLM needs at its start to be captured, where the run is to do that."""
     section = config.actor_rollout_ref.rollout.profiler
@@ -273,7 +268,7 @@ ENGINES = {
     "native": _Engine(lambda _: None, _make_native_replica, has_processes=False),
     "vllm": _Engine(
         lambda given: check_vllm(given.vllm),
-        _start_vllm,
+        lambda config: _outside(config, partial(OwnVllm.start, _vllm_profiler(config) | _vllm_options(config))),
         has_processes=True,
         options=_vllm_options,
         servers=VLLM_SERVERS,

@@ -9,8 +9,8 @@ import pytest
 from pellucid.config.schema.rollout import RolloutConfig
 from pellucid.errors import UserError
 from pellucid.rollout.joining import check_servers
-from pellucid.rollout.sglang_processes.joined_sglang import SGLANG_SERVERS
 from pellucid.rollout.sglang_processes.server import DESCRIBE
+from pellucid.rollout.sglang_processes.sglang_over_http import SGLANG_SERVERS
 from pellucid.rollout.transports import WeightStore
 from pellucid.rollout.vllm_processes.joined_vllm import VLLM_SERVERS
 

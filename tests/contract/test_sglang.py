@@ -46,7 +46,7 @@ from pellucid.errors import RunFailedError, UserError
 from pellucid.rollout.inference import InferenceRolloutEngine
 from pellucid.rollout.requests import run_sync
 from pellucid.rollout.sglang_processes import SPARE_TOKENS, check_sglang, scheduler_hooks
-from pellucid.rollout.sglang_processes.own_sglang import OwnSglang
+from pellucid.rollout.sglang_processes.sglang_over_http import OwnSglang
 from pellucid.rollout.transports import WeightsDifferError
 from pellucid.training.fsdp import FsdpEngine
 

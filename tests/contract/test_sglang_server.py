@@ -25,7 +25,7 @@ from server_cases import Server, assert_another_run_and_a_death_are_said
 from pellucid.errors import RunFailedError, UserError
 from pellucid.rollout.requests import WeightUpdate, run_sync
 from pellucid.rollout.sglang_processes import SPARE_TOKENS
-from pellucid.rollout.sglang_processes.joined_sglang import SGLANG_SERVERS
+from pellucid.rollout.sglang_processes.sglang_over_http import SGLANG_SERVERS
 from pellucid.rollout.transports import StoredWeights
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

@@ -161,7 +161,7 @@ class RemoteReplica(ForwardedEngine):
         stalls.
         """
         moved_at, limit_s = time.monotonic(), self._group.stall_timeout_s
-        while self._under_way.names:
+        while self._under_way:
             await asyncio.sleep(POLL_S)
             before, doing = self._stats.sampled_tokens, "it does not answer"
             look = asyncio.wrap_future(self._member.handle.look.remote().future())
@@ -174,7 +174,7 @@ class RemoteReplica(ForwardedEngine):
             self._group.heartbeat()
             if self._stats.sampled_tokens != before:
                 moved_at = time.monotonic()
-                self._under_way.tell()
+                self._tell()
             waited_s = time.monotonic() - moved_at
             if limit_s is not None and waited_s > limit_s:
                 what = f"no progress in generate for {waited_s:.0f} s: {doing}"

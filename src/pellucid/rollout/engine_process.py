@@ -96,7 +96,7 @@ class EngineProcess(ForwardedEngine):
         try:
             while True:
                 answers, self._stats = self._connection.recv()
-                self._settle(answers) if answers else self._under_way.tell()
+                self._settle(answers) if answers else self._tell()
         except (EOFError, OSError):
             self._fail()
 

@@ -4,6 +4,9 @@
 `InferenceRolloutEngine` into the event loop of vLLM or SGLang.
 """
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,16 @@ from pellucid.rollout.requests import (
     Trajectory,
     WeightUpdate,
 )
-from pellucid.rollout.under_way import RequestsUnderWay
 
 
 class ForwardedEngine(RolloutEngine):
     """Forwards its methods by `_call`, which also keeps `_stats` as the engine last gave them."""
 
     def __init__(self) -> None:
-        self._under_way, self._stats = RequestsUnderWay(), EngineStats()
+        self._stats = EngineStats()
+        self._under_way: dict[object, tuple[asyncio.AbstractEventLoop, Request]] = {}
+        """Requests that wait for their answers, each with the loop that it came from; one may be asked twice. Callers
+        may be in several threads."""
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine where it runs, and return or raise what it does."""
@@ -33,11 +38,30 @@ class ForwardedEngine(RolloutEngine):
     @property
     def in_hand(self) -> list[str]:
         """Names of the trajectories that are being decoded at this moment."""
-        return self._under_way.names
+        return [request.stream.name for _, request in list(self._under_way.values())]
+
+    @contextmanager
+    def _noted(self, request: Request) -> Iterator[None]:
+        """Keep a request among them while the block runs, at the end of which its callback hears of its answer."""
+        key = object()
+        self._under_way[key] = asyncio.get_running_loop(), request
+        try:
+            yield
+        finally:
+            del self._under_way[key]
+        if request.on_progress is not None:
+            request.on_progress(1)
+
+    def _tell(self) -> None:
+        """Tell each callback once, in its own loop, that decoding goes on; from any thread."""
+        for loop, listener in {(loop, request.on_progress) for loop, request in list(self._under_way.values())}:
+            if listener is not None:
+                with suppress(RuntimeError):  # its last request ended, and the loop with it
+                    loop.call_soon_threadsafe(listener, 0)
 
     async def generate(self, request: Request) -> Completion:
         """Answer a request together with all others that are under way."""
-        with self._under_way.noted(request):
+        with self._noted(request):
             return await self._call("generate", replace(request, on_progress=None))
 
     async def release(self, trajectory: Trajectory) -> None:

@@ -161,7 +161,7 @@ class InferenceRolloutEngine(ForwardedEngine):
 
     async def generate(self, request: Request) -> Completion:
         """Answer a request together with all others that are under way."""
-        with self._under_way.noted(request):
+        with self._noted(request):
             return await self._there(self._generate(request))
 
     async def _generate(self, request: Request) -> Completion:
@@ -226,7 +226,7 @@ class InferenceRolloutEngine(ForwardedEngine):
 
     def _record(self, numbers: EngineStats) -> None:
         self._stats = numbers
-        self._under_way.tell()
+        self._tell()
 
     def stats(self) -> EngineStats:
         """Return what the engine does at this moment."""

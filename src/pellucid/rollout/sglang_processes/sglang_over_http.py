@@ -1,21 +1,31 @@
-"""SGLang as a server, whoever has started it."""
+"""SGLang as a server: this run's own on loopback, which ends with it, or one that `pellucid serve` has started."""
 
 import asyncio
 import base64
 import json
 import math
+import secrets
+import socket
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from pellucid.errors import RunFailedError
+from pellucid.errors import RunFailedError, UserError
 from pellucid.rollout.inference import FINISH_REASONS, Drawn, Inference, Record
+from pellucid.rollout.joining import ADDRESSES, START, ServerKind
 from pellucid.rollout.requests import EngineStats, PauseMode
-from pellucid.rollout.server_connection import SILENT_S, ServerConnection
+from pellucid.rollout.server_connection import SILENT_S, ServerConnection, refusal
+from pellucid.rollout.sglang_processes import SUPPORTED
 from pellucid.rollout.sglang_processes.scheduler_hooks import LOADER
+from pellucid.rollout.sglang_processes.server import DESCRIBE, run_server
+
+HOST = "127.0.0.1"
 
 
 class SglangOverHttp(Inference):
@@ -176,3 +186,82 @@ class SglangOverHttp(Inference):
     async def close(self) -> None:
         """Leave the server to itself."""
         await self._server.http.aclose()
+
+
+class OwnSglang(SglangOverHttp):
+    """A server that is this run's own."""
+
+    _process: "subprocess.Popen[bytes]"
+
+    @classmethod
+    async def start(cls, options: dict[str, Any], record: Record) -> Self:
+        """Start SGLang with fields of its `ServerArgs`; `record` is told of its numbers. If it ends, the run fails."""
+        from httpx import TransportError
+
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port = free.getsockname()[1]
+        token = secrets.token_urlsafe(32)
+        server = cls(f"http://{HOST}:{port}", token, record)
+        server.can_sleep = bool(options.get("enable_memory_saver"))
+        server._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "pellucid.rollout.sglang_processes.server"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert server._process.stdin is not None
+        arguments = {"options": options, "host": HOST, "port": port, "token": token}
+        server._process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        server._process.stdin.flush()
+        while True:
+            with suppress(TransportError):
+                if (await server._server.http.get("/ready")).is_success:
+                    return server
+            if server.gone:
+                raise RunFailedError(server.gone)
+            await asyncio.sleep(0.2)
+
+    @property
+    def gone(self) -> str:
+        """Why it cannot be used any more."""
+        return super().gone if self._process.poll() is None else "SGLang's server is gone; what it wrote stands above"
+
+    async def close(self) -> None:
+        """End the processes."""
+        await super().close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class JoinedSglang(SglangOverHttp):
+    """A server that goes on when this run ends."""
+
+    @classmethod
+    async def join(cls, address: str, token: str | None, record: Record) -> Self:
+        """Join a server, as `ServerKind` says."""
+        joined = cls(address, token, record)
+        await joined._server.send("POST", "/end_weight_update", json={})  # is refused where none is under way
+        await joined.resume()
+        return joined
+
+
+def _describe(client: Any, address: str, names: list[str], handle: str) -> dict[str, Any]:
+    answer = client.post(DESCRIBE, json={"names": names, "handle": handle})
+    if not answer.is_success:
+        reason = f"{address} was not started by `pellucid serve`, and takes no weights ({refusal(answer)})."
+        raise UserError(ADDRESSES, reason, START)
+    return answer.json()
+
+
+SGLANG_SERVERS = ServerKind(
+    engine="SGLang",
+    supported=SUPPORTED,
+    version_path="/server_info",
+    at_least="context_length",
+    num_workers="tp_size",
+    needed={},
+    describe=_describe,
+    join=JoinedSglang.join,
+    serve=run_server,
+)

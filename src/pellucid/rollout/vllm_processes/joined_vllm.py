@@ -1,10 +1,12 @@
-"""vLLM as a server somewhere else, which `pellucid serve` has started: a run joins it by its address."""
+"""vLLM as a server: `pellucid serve` starts one in the process that calls it, and runs join it by its address."""
 
 import asyncio
 import math
+import os
 import re
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from pellucid.errors import UserError
@@ -12,9 +14,11 @@ from pellucid.rollout.inference import FINISH_REASONS, PAUSE_MODES, Drawn, Infer
 from pellucid.rollout.joining import ADDRESSES, START, ServerKind
 from pellucid.rollout.requests import EngineStats, PauseMode
 from pellucid.rollout.server_connection import SILENT_S, ServerConnection, refusal
+from pellucid.rollout.serving import TokenGuard
 from pellucid.rollout.vllm_processes import SUPPORTED
-from pellucid.rollout.vllm_processes.vllm_server import run_server
+from pellucid.rollout.vllm_processes.own_vllm import ARGUMENTS, ENVIRONMENT
 
+_TOKEN = "VLLM_API_KEY"
 _NAN = -9999.0
 """What a server says in place of a log-probability that is no number."""
 _NUMBER = re.compile(r'^vllm:(\w+)\{(?:.*finished_reason="(\w+)")?.*\} (\S+)$', re.MULTILINE)
@@ -149,6 +153,40 @@ class JoinedVllm(Inference):
     async def close(self) -> None:
         """Leave the server to itself."""
         await self._server.http.aclose()
+
+
+def run_server(options: dict[str, Any], *, host: str, port: int, token: str) -> None:
+    """Serve a model with fields of vLLM's `AsyncEngineArgs`, as `ServerKind` says."""
+    needed = {
+        "VLLM_SERVER_DEV_MODE": "1",  # without, there are no routes by which weights come
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # s; longer than runs keep an idle connection
+        _TOKEN: token,
+    }
+    os.environ.update(ENVIRONMENT | needed)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    import uvloop
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    own = {
+        "host": host,
+        "port": port,
+        "enable_scale_out": True,  # requests with token ids, answers with the version of each
+        "enable_prompt_tokens_details": True,  # and with how many were found in the cache
+        "middleware": [f"{__name__}.{GuardOfVllm.__name__}"],
+        "disable_uvicorn_access_log": True,
+    }
+    vars(arguments).update(ARGUMENTS | options | own)
+    uvloop.run(entry.run_server(arguments))
+
+
+class GuardOfVllm(TokenGuard):
+    """The guard as vLLM makes it, by its name alone."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        super().__init__(app, os.environ[_TOKEN])
 
 
 VLLM_SERVERS = ServerKind(
