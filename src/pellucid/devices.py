@@ -32,11 +32,8 @@ def choose_device(name: str) -> torch.device:
         raise UserError("trainer.device", f"'{name}' is no kind of device.", did_you_mean(name, [*available, "auto"]))
     if not available[name]:
         found = ", ".join(kind for kind, ready in available.items() if ready)
-        raise UserError(
-            "trainer.device",
-            f"'{name}' is not available on this machine (found: {found}).",
-            "Set trainer.device=auto, or install a torch build for that device.",
-        )
+        reason = f"'{name}' is not available on this machine (found: {found})."
+        raise UserError("trainer.device", reason, "Set trainer.device=auto, or install a torch build for that device.")
     return torch.device(name)
 
 

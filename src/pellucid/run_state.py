@@ -119,17 +119,12 @@ def _check_contents(config: RunConfig, checkpoint: Path) -> None:
         if part not in contents:
             exported = checkpoint / HF_FOLDER
             start = f"model.path={exported}" if exported.is_dir() else "the weights that `pellucid export` makes of it"
-            raise UserError(
-                field,
-                f"is {contents}, without '{part}': the run would go on from '{checkpoint}' with a fresh one.",
-                f"Add '{part}', or start a new run (trainer.resume_mode=disable) from {start}.",
-            )
+            reason = f"is {contents}, without '{part}': the run would go on from '{checkpoint}' with a fresh one."
+            remedy = f"Add '{part}', or start a new run (trainer.resume_mode=disable) from {start}."
+            raise UserError(field, reason, remedy)
         if not any((checkpoint / name).exists() for name in names):
-            raise UserError(
-                field,
-                f"asks for '{part}', which '{checkpoint}' does not hold.",
-                "Resume from a checkpoint that was saved with it (checkpoint.save_contents), or start a new run.",
-            )
+            remedy = "Resume from a checkpoint that was saved with it (checkpoint.save_contents), or start a new run."
+            raise UserError(field, f"asks for '{part}', which '{checkpoint}' does not hold.", remedy)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -147,11 +142,9 @@ def restore(run: Run, checkpoint: Path) -> None:
     run.actor.engine.load(checkpoint, contents)
     if run.roles.critic is not None:
         if not (checkpoint / CRITIC_FOLDER).is_dir():
-            raise UserError(
-                "algorithm.adv_estimator",
-                f"{run.config.algorithm.adv_estimator} has a critic, which '{checkpoint}' does not hold.",
-                "Resume with the estimator that the run began with, or start a new run.",
-            )
+            reason = f"{run.config.algorithm.adv_estimator} has a critic, which '{checkpoint}' does not hold."
+            remedy = "Resume with the estimator that the run began with, or start a new run."
+            raise UserError("algorithm.adv_estimator", reason, remedy)
         run.roles.critic.engine.load(checkpoint / CRITIC_FOLDER, contents)
     state = json.loads((checkpoint / STATE_FILE).read_text())
     for name, part in run.stateful.items():

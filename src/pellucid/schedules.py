@@ -155,11 +155,9 @@ def read_ahead(run: Run) -> list[dict[str, Any]]:
         return []
     lines, schedule = read_lines(file, "Resume from another checkpoint."), run.config.trainer.schedule
     if (before := lines[0]["schedule"]) != schedule:
-        raise UserError(
-            "trainer.schedule",
-            f"is {schedule}, but '{run.restored}' holds what {before} sampled for later steps.",
-            f"Resume with {before}, or start a new run from the weights that `pellucid export` makes of it.",
-        )
+        reason = f"is {schedule}, but '{run.restored}' holds what {before} sampled for later steps."
+        remedy = f"Resume with {before}, or start a new run from the weights that `pellucid export` makes of it."
+        raise UserError("trainer.schedule", reason, remedy)
     return lines
 
 

@@ -174,11 +174,8 @@ def nsys_command(
     """
     for name in _OURS:
         if name in options:
-            raise UserError(
-                f"{NSYS_KEY}.{field_name}.{name}",
-                "cannot be set: the files get their names when they are complete.",
-                "Set global_profiler.save_path.",
-            )
+            reason = "cannot be set: the files get their names when they are complete."
+            raise UserError(f"{NSYS_KEY}.{field_name}.{name}", reason, "Set global_profiler.save_path.")
     # Python's own work shows in the ranges; sampling needs rights that containers seldom give, and stops nsys without
     # them.
     chosen = {"sample": "none", "cpuctxsw": "none", "wait": "primary"} | dict(options)

@@ -78,11 +78,8 @@ def pairs_of(
         if key in groups[1]
     ]
     if not pairs:
-        raise UserError(
-            "A, B",
-            f"no capture of A has a partner in B.\nA holds {_contents(a)}\nB holds {_contents(b)}",
-            "Give two folders with the same steps and stages, or a step folder of each.",
-        )
+        reason = f"no capture of A has a partner in B.\nA holds {_contents(a)}\nB holds {_contents(b)}"
+        raise UserError("A, B", reason, "Give two folders with the same steps and stages, or a step folder of each.")
     alone = [[ref for key in of.keys() - other.keys() for ref in of[key]] for of, other in (groups, groups[::-1])]
     missing = [f"only in {side}: {_contents(refs)}" for side, refs in zip("AB", alone) if refs]
     return sorted(pairs, key=lambda pair: pair[0].order), missing

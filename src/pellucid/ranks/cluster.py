@@ -217,9 +217,8 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, ValueError) as error:
-        raise UserError(
-            "trainer.ray_address",
-            f"no Ray cluster answers at {address} ({error}).",
+        remedy = (
             "Write host:port (Ray's own port is 6379) of a machine on which `ray start --head` runs, auto for the "
-            "cluster that this machine belongs to, or null to start one here.",
-        ) from error
+            "cluster that this machine belongs to, or null to start one here."
+        )
+        raise UserError("trainer.ray_address", f"no Ray cluster answers at {address} ({error}).", remedy) from error

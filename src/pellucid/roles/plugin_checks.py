@@ -91,11 +91,9 @@ def _call(function: Callable[..., Any], spec: str, field: str, wanted: str, *arg
 
 def _check_shape(value: Any, like: torch.Tensor, field: str, spec: str, what: str) -> None:
     if not isinstance(value, torch.Tensor) or value.shape != like.shape:
-        raise UserError(
-            field,
-            f"'{spec}' returns {what} as {_shown(value)}; one value a token is needed, {tuple(like.shape)}.",
-            "Leave aggregation, masking and correction weights to the actor, and return a value for each token.",
-        )
+        reason = f"'{spec}' returns {what} as {_shown(value)}; one value a token is needed, {tuple(like.shape)}."
+        remedy = "Leave aggregation, masking and correction weights to the actor, and return a value for each token."
+        raise UserError(field, reason, remedy)
 
 
 def _shown(value: Any) -> str:

@@ -70,9 +70,8 @@ class RewardModel(Role):
                 "Use a reward model for longer texts, or lower data.max_prompt_length or data.max_response_length.",
             )
         if self._max_tokens is not None and longest > self._max_tokens:
-            raise UserError(
-                "reward_model.forward_max_token_len_per_gpu",
+            reason = (
                 f"a text has {longest} tokens in the reward model's own vocabulary, over the budget of "
-                f"{self._max_tokens}.",
-                f"Set it to at least {longest}.",
+                f"{self._max_tokens}."
             )
+            raise UserError("reward_model.forward_max_token_len_per_gpu", reason, f"Set it to at least {longest}.")

@@ -71,11 +71,9 @@ def read_state(folder: Path, state: State, *, over_ranks: bool) -> None:
     """
     shapes = stored_shapes(folder)
     for part in state.keys() - shapes.keys():
-        raise UserError(
-            "actor_rollout_ref.actor.checkpoint.load_contents",
-            f"asks for '{part}', which '{folder}' does not hold.",
-            f"Take '{part}' out of load_contents, or resume from a checkpoint saved with it.",
-        )
+        reason = f"asks for '{part}', which '{folder}' does not hold."
+        remedy = f"Take '{part}' out of load_contents, or resume from a checkpoint saved with it."
+        raise UserError("actor_rollout_ref.actor.checkpoint.load_contents", reason, remedy)
     if "model" in state:
         own = {name: tensor.shape for name, tensor in state["model"].items()}
         check_same_tensors(shapes["model"], own, folder)
@@ -99,11 +97,8 @@ def load_trained_weights(model: PreTrainedModel, folder: Path) -> None:
         UserError: the checkpoint's tensors are not this model's, or it was saved without weights.
     """
     if "model" not in stored_shapes(folder):
-        raise UserError(
-            str(folder),
-            "this checkpoint holds no weights: 'model' was not in checkpoint.save_contents.",
-            "Give a checkpoint that was saved with them.",
-        )
+        reason = "this checkpoint holds no weights: 'model' was not in checkpoint.save_contents."
+        raise UserError(str(folder), reason, "Give a checkpoint that was saved with them.")
     read_state(folder, {"model": model_tensors(model)}, over_ranks=False)
 
 

@@ -78,11 +78,8 @@ def timeline_files(folder: Path) -> list[Path]:
         UserError: there is none of the controller.
     """
     if not (folder / f"{CONTROLLER}.json").exists():
-        raise UserError(
-            "RUN",
-            f"'{folder}' holds no timeline of the controller.",
-            "Each run writes one from its first step on; give the folder of a run that has trained.",
-        )
+        remedy = "Each run writes one from its first step on; give the folder of a run that has trained."
+        raise UserError("RUN", f"'{folder}' holds no timeline of the controller.", remedy)
     ranks = [(match, path) for path in folder.glob("*.json") if (match := _RANK_FILE.fullmatch(path.stem))]
     ranks.sort(key=lambda rank: (rank[0]["pool"], int(rank[0]["rank"])))
     return [folder / f"{CONTROLLER}.json", *(path for _, path in ranks)]

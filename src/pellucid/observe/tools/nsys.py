@@ -53,11 +53,9 @@ class NsysTool(Tool):
             UserError: no nsys records this process.
         """
         if self._recording is None:
-            raise UserError(
-                "global_profiler.tool",
-                "nsys: this process was not started under nsys, which records nothing of it.",
-                "Start the run with `pellucid train` on machines that all have nsys on PATH.",
-            )
+            reason = "nsys: this process was not started under nsys, which records nothing of it."
+            remedy = "Start the run with `pellucid train` on machines that all have nsys on PATH."
+            raise UserError("global_profiler.tool", reason, remedy)
         self._path = note_capture(self._recording, capture)
         if self._recording.capture_range == "cudaProfilerApi":
             import torch
@@ -104,11 +102,8 @@ def check_nsys() -> None:
         MissingExtraError: nvtx is not installed.
     """
     if shutil.which("nsys") is None:
-        raise UserError(
-            "global_profiler.tool",
-            "nsys: the program `nsys` is not on PATH.",
-            "Install NVIDIA Nsight Systems (Debian: nsight-systems in non-free), or take the tool torch.",
-        )
+        remedy = "Install NVIDIA Nsight Systems (Debian: nsight-systems in non-free), or take the tool torch."
+        raise UserError("global_profiler.tool", "nsys: the program `nsys` is not on PATH.", remedy)
     if importlib.util.find_spec("nvtx") is None:
         raise MissingExtraError("global_profiler.tool", "nvtx", "profile")
     if own_recording() is None and (problem := os.environ.get(PROBLEM)) is not None:

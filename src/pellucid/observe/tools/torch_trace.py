@@ -48,18 +48,12 @@ class TorchTool(Tool):
             UserError: another profiler holds CUPTI, through which kernels are seen; or there is nothing to collect.
         """
         if settings.device != "cuda" and set(settings.role_options.torch.contents) & {"cpu", "cuda"} == {"cuda"}:
-            raise UserError(
-                "tool_config.torch.contents",
-                f"asks for cuda alone, and the run is on {settings.device}: nothing would be collected.",
-                "Add cpu, or leave the list empty.",
-            )
+            reason = f"asks for cuda alone, and the run is on {settings.device}: nothing would be collected."
+            raise UserError("tool_config.torch.contents", reason, "Add cpu, or leave the list empty.")
         holder = next((name for name in _INJECTED if name in os.environ), None)
         if settings.device == "cuda" and holder is not None:
-            raise UserError(
-                "global_profiler.tool",
-                f"torch cannot see kernels while another profiler is attached to the process ({holder} is set).",
-                "Start the run without it, or use tool: nsys.",
-            )
+            reason = f"torch cannot see kernels while another profiler is attached to the process ({holder} is set)."
+            raise UserError("global_profiler.tool", reason, "Start the run without it, or use tool: nsys.")
 
     @override
     def warm_up(self, capture: Capture) -> None:
