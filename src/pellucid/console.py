@@ -71,13 +71,6 @@ def notice(message: str, *, style: str = "yellow", about: str | None = None) -> 
 
 def progress(*, transient: bool = False) -> Progress:
     """Return a progress display with a bar, counts, elapsed time and time left."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=transient,
-    )
+    bar = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    return Progress(*bar, *times, console=console, transient=transient)

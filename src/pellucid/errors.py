@@ -44,11 +44,8 @@ class MissingExtraError(UserError):
     """An optional package is needed but not installed; the remedy names the extra."""
 
     def __init__(self, field: str, package: str, extra: str) -> None:
-        super().__init__(
-            field,
-            f"needs the package '{package}', which is not installed.",
-            f"Install it with: pip install 'pellucid[{extra}]'",
-        )
+        reason = f"needs the package '{package}', which is not installed."
+        super().__init__(field, reason, f"Install it with: pip install 'pellucid[{extra}]'")
 
 
 def installed_version(package: str) -> str | None:
