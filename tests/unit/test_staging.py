@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pellucid.training.common.staging import StagedWriter
+from pellucid.training.checkpoint import StagedWriter
 
 
 class HeldBack:

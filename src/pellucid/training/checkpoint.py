@@ -1,14 +1,16 @@
 """An engine's state on disk: safetensors files of one process, or shards (torch.distributed.checkpoint) of ranks.
 
 State is {part: {tensor's name in one process: tensor}}, the parts being `model` and `optimizer`. Any number of ranks,
-and one process, read what any number has written, into the tensors that they have.
+and one process, read what any number has written, into the tensors that they have. `StagedWriter` writes from copies, in
+the background, while training changes the tensors themselves.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from pellucid.errors import UserError
+from pellucid.threads import start_beside
 from pellucid.training.common.models import check_same_tensors, model_tensors
 from pellucid.training.protocol import MODEL_FILE, OPTIMIZER_FILE, SHARDS
 
@@ -121,3 +124,44 @@ def _plain_errors() -> Iterator[None]:
     except CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]
         raise next((one for one in failures if isinstance(one, OSError)), failures[0]) from error
+
+
+class StagedWriter:
+    """Copies state into CPU memory, which it keeps: fresh memory takes longer to get than to fill."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Any] = {}
+        self._writing: Future[None] | None = None
+
+    def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        """Copy `state` and let a thread call `write` with the copy; first wait for what is still being written.
+
+        Args:
+            state: tensors or shards of such (`DTensor`), in dictionaries of any depth.
+            write: writes them. It runs beside training and should leave Python's lock free.
+
+        Returns:
+            A function that waits until `write` is done and raises what it raised.
+        """
+        if self._writing is not None:
+            wait([self._writing])  # what it raised is told by the function that was returned for it
+        self._copies = copies = _copied(state, self._copies)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._writing = start_beside(lambda: write(copies), "checkpoint-files")
+        return self._writing.result
+
+
+@torch.no_grad()
+def _copied(state: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `state` on the CPU, in `memory` where that has a tensor of the same name and shape."""
+    copies = {}
+    for name, value in state.items():
+        there = memory.get(name)
+        if isinstance(value, dict):
+            copies[name] = _copied(value, there or {})
+            continue
+        if there is None or there.shape != value.shape or there.dtype != value.dtype:
+            there = torch.empty_like(value, device="cpu")
+        copies[name] = there.copy_(value, non_blocking=True)
+    return copies

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.stages import NO_PROBE, Probe, Unit
-from pellucid.training.checkpoint import State, read_state, stored_shapes, write_state
+from pellucid.training.checkpoint import StagedWriter, State, read_state, stored_shapes, write_state
 from pellucid.training.common.balance import measure_balance, split_over_ranks
 from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.lora import base_weights, merged_tensors, state_tensors
@@ -29,7 +29,6 @@ from pellucid.training.common.models import (
 )
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import ModelInput, TokenSequence, pack, packed_spans, split_micro_batches
-from pellucid.training.common.staging import StagedWriter
 from pellucid.training.protocol import (
     LossFunction,
     Progress,
