@@ -225,9 +225,7 @@ class Mismatch:
 
 @dataclass
 class Roles:
-    """The roles of a process, or their proxies; None where the run has no such role, or another pool of ranks has
-    it.
-    """
+    """The roles of a process, or their proxies; None where the run has no such role, or another pool has it."""
 
     actor: Actor | None = None
     rollout: RolloutEngine | None = None

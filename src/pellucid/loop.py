@@ -55,8 +55,7 @@ def train(run: Run, job: Job) -> None:
             last = step == run.total_steps
             if run.val_prompts and (last or is_due(step, trainer.test_freq)):
                 metrics |= job.validate(run, step)
-            # The line goes out before the checkpoint: a kill in between repeats the step and its line, and loses
-            # neither.
+            # The line goes out before the checkpoint: a kill in between repeats step and line, and loses neither.
             asked = run.log(step, metrics | speed_metrics(run, step, metrics["perf/total_num_tokens"]))
             stopping = bool(stop)
             if last or stopping or is_due(step, trainer.save_freq) or asked & {"checkpoint", "stop"}:

@@ -206,9 +206,7 @@ def print_plan(config: RunConfig, num_train_prompts: int) -> None:
 def build_run(
     config: RunConfig, run_dir: RunDir, inputs: Inputs, trackers: Trackers, first_step: int, watchdog: Watchdog
 ) -> Run:
-    """Place the roles that the algorithm needs and assemble the run, whose state is that of a fresh start until
-    `restore` is called.
-    """
+    """Place the roles that the algorithm needs and assemble the run, as it starts anew until `restore` is called."""
     alerts = Alerts(config.trainer.alerts)
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     loader = PromptLoader(inputs.train_prompts, config.data.train_batch_size, config.data.shuffle, seed)

@@ -38,8 +38,7 @@ class Job:
     validate: Callable[[Any, int], dict[str, float]]
     """Returns the metrics of the held-out rows."""
     publish: Callable[[Any, int, PauseMode], dict[str, float]]
-    """Hands the new version to what samples, and returns metrics; the last argument says what happens to requests under
-    way."""
+    """Hands the new version to what samples, and returns metrics; the last says what happens to requests under way."""
 
 
 class Schedule(Protocol):

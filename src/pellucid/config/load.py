@@ -115,9 +115,7 @@ def _suggest(key: str, known: dict[str, Any]) -> str:
 
 
 def _separate_followers(user: Tree, tree: Tree) -> None:
-    """Let ref and rollout, which follow the actor's `profiler` key by key, take its ranks, and its schedule, as a whole
-    or not at all.
-    """
+    """Let ref and rollout, which follow the actor's `profiler` by key, take its ranks and schedule whole or not."""
     for role in ACTOR_FOLLOWERS:
         key = f"{PROFILED_SECTIONS[role]}.profiler"
         if isinstance(own := get(user, key), dict):

@@ -179,9 +179,7 @@ def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_byte
 
 
 def _role_bytes(config: RunConfig, policy: ModelFacts) -> dict[str, int]:
-    """Return the bytes on one rank of weights, gradients and AdamW of each model beside the policy; 0 when its files
-    are not at hand.
-    """
+    """Return the bytes of weights, gradients and AdamW on a rank of each other model; 0 when its files are not here."""
     own = config.actor_rollout_ref.model.path
     models = {"ref": (config.has_own_reference, own, 4), "critic": (config.has_critic, config.critic.model.path, 16)}
     models["reward_model"] = (config.reward_model.enable, config.reward_model.model.path or own, 4)

@@ -157,9 +157,7 @@ class Ranks(Protocol):
         ...
 
     def end_profiled_step(self, step: int, *, last: bool) -> None:
-        """Let them write their captures, as far as they are alive; after the `last` step also what the next would
-        share.
-        """
+        """Let those that are alive write their captures; after the `last` step also what the next would share."""
         ...
 
 

@@ -129,9 +129,7 @@ def read_journals(folder: Path) -> tuple[list[ProfileFile], list[ProfileFailure]
 
 
 def manifest_folder(run_dir: Path) -> Path:
-    """Return the folder of the run's manifest, in the run's own: captures may go elsewhere, and share a folder with
-    others'.
-    """
+    """Return the folder of the run's manifest, in the run's own: captures may go where others' go, too."""
     return run_dir.absolute() / "profile"
 
 

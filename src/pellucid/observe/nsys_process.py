@@ -185,9 +185,7 @@ def be_started_by_nsys(umask: int, out: int, err: int, tell: int, lives: int, pr
 
 
 def run_and_tell(main: Callable[[], None]) -> None:
-    """Run a command in the process that nsys records, and tell its exit status before Python's own exit, which may
-    hang in what nsys has put into the process.
-    """
+    """Run a command in a process that nsys records, and tell its exit status before its exit: nsys may hang there."""
     recording, status = own_recording(), 1
     assert recording is not None
     os.set_inheritable(recording.pipe, False)

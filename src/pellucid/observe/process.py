@@ -209,9 +209,7 @@ class ProcessProfiler:
         return role if role is not None and role.captures(stage) else None
 
     def _run_of(self, unit: Unit) -> _StageRun | None:
-        """Return the stage that a unit belongs to: of its task, or of a thread without one the only stage with such
-        units.
-        """
+        """Return the stage that a unit belongs to: its task's; of a thread without one the only one with such units."""
         run = _current.get()
         if run is not None:
             return run
@@ -303,9 +301,7 @@ class ProcessProfiler:
         run.files += self._end(opened, units | {"count": run.num_units - run.first_unit})
 
     def _end_window(self, run: _StageRun, window: ScheduleConfig) -> None:
-        """The stage has ended: add to its files how many units it had, and say so if that was before the window's
-        end.
-        """
+        """The stage has ended: add to its files how many units it had, and say so if the window asked for more."""
         assert run.role is not None
         early = sys.exception() is not None
         self._end_cycle(run)

@@ -30,8 +30,7 @@ from pellucid.observe.tools.base import free_path
 from pellucid.observe.tools.nsys import CAPTURE_RANGE, DOMAIN, NSYS_KEY, REPORT, UNCONVERTED, check_nsys, importer
 
 RAW_PREFIX = "nsys-in-progress-"
-"""How folders begin in which nsys writes, below `save_path`; one a start of the run, gone when its files have their
-names."""
+"""How folders begin in which nsys writes, below `save_path`; one a start of the run, until its files have names."""
 _MAIN = (
     "import sys; sys.argv[0] = 'pellucid'; from pellucid.cli.main import main; "
     "from pellucid.observe.nsys_process import run_and_tell; run_and_tell(main)"
@@ -176,8 +175,7 @@ def nsys_command(
         if name in options:
             reason = "cannot be set: the files get their names when they are complete."
             raise UserError(f"{NSYS_KEY}.{field_name}.{name}", reason, "Set global_profiler.save_path.")
-    # Python's own work shows in the ranges; sampling needs rights that containers seldom give, and stops nsys without
-    # them.
+    # Python's own work shows in the ranges; without rights that containers seldom give, sampling stops nsys.
     chosen = {"sample": "none", "cpuctxsw": "none", "wait": "primary"} | dict(options)
     notices = [] if cuda else _without_gpu(chosen)
     if chosen.get("capture-range") not in (None, "none"):

@@ -20,9 +20,7 @@ TO_THE_END = sys.maxsize
 
 
 def unit_action(window: ScheduleConfig, number: int) -> str:
-    """Return what happens during a unit, counted from 0, in torch's words: NONE, WARMUP, RECORD, or in the last one of
-    a cycle RECORD_AND_SAVE.
-    """
+    """Return what a unit, counted from 0, is: NONE, WARMUP, RECORD, or as the last of a cycle RECORD_AND_SAVE."""
     idle = window.wait + window.warmup
     cycle, position = divmod(number - window.skip_first, idle + window.active)
     if cycle < 0 or position < window.wait or (window.repeat and cycle >= window.repeat):

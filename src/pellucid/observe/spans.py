@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 FIRST_CALL_ROW, FIRST_TASK_ROW = 1, 5001
-"""Rows of a process's timeline: 0 is its first task, calls that other processes ran follow, then tasks that overlap
-the first."""
+"""Rows of a process's timeline: its first task in 0, calls that other processes ran, tasks that overlap the first."""
 
 
 def is_task_row(row: int) -> bool:

@@ -73,8 +73,7 @@ class StallEnding:
     def __enter__(self) -> StallEnding:
         if self.watchdog.timeout_s is not None:
             self._handler_before = signal.signal(STALL_SIGNAL, self._raise_in_main)
-            # Dumps in the signal handler itself, for which no thread needs the interpreter lock; then calls the one
-            # above.
+            # Dumps in the signal handler itself, where no thread needs the interpreter lock; then calls that above.
             faulthandler.register(STALL_SIGNAL, self._stacks.fileno(), all_threads=True, chain=True)
             self._guard = self._start_guard()
         return self
@@ -90,9 +89,7 @@ class StallEnding:
         signal.signal(STALL_SIGNAL, self._handler_before)
 
     def _start_guard(self) -> subprocess.Popen[bytes]:
-        """Start the guard in a session of its own, where Ctrl-C does not reach it; it ends when its standard input
-        closes.
-        """
+        """Start the guard in a session of its own, without Ctrl-C; it ends when its standard input closes."""
         files = self._beats.fileno(), self._stacks.fileno()
         arguments = [self._run_dir.path, threading.main_thread().ident, *files]
         path = os.pathsep.join(str(Path(place).absolute()) for place in sys.path if place)

@@ -57,9 +57,7 @@ class StageWatch:
         self.beat_at, self.deadline = 0.0, math.inf
 
     def beat(self, num_done: int = 0) -> None:
-        """Note that the stage is at work, and has finished `num_done` samples by now; so the stages round it are
-        alive, too.
-        """
+        """Note that the stage has finished `num_done` samples by now; it and the stages round it are alive."""
         if num_done != self._num_done or self._watchdog.clock() >= self.beat_at + _BEAT_S:
             self._num_done = num_done
             self.renew()
@@ -127,9 +125,7 @@ class Watchdog:
             self._between[0].renew()
 
     def renew(self) -> None:
-        """Note that the calling task, in whichever stage, is alive: it waits for processes that are watched in
-        another way.
-        """
+        """Note that the calling task is alive: it waits for processes that are watched in another way."""
         watch = _current.get()
         for alive in self._between if watch is None else [watch]:
             alive.renew()

@@ -416,9 +416,7 @@ _VIEWS = frozenset((
     "__format__", "__hash__", "__reduce_ex__", "__deepcopy__",
 ))
 # fmt: on
-"""Calls that compute no new numbers, or none that depend on their inputs, which may be memory that nothing was written
-to yet.
-"""
+"""Calls that compute no new numbers, or none that depend on their inputs, which may be unwritten memory."""
 
 
 @cache

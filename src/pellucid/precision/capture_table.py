@@ -26,9 +26,7 @@ SAME = -1.0
 WHOLE = ""
 """In the column `tokens`: the row is of the whole tensor."""
 _SCALE_FLOOR = 0.01
-"""A sample's own norm counts as at least this share of what its tokens would have on average: none is judged by its
-noise.
-"""
+"""A sample's norm counts as at least this share of its tokens' average one: none is judged by its noise."""
 _FLOAT32_MEAN = 2.0**-22
 """Relative resolution of a mean that was kept in float32, with a little slack."""
 _STATISTICS = ("sum", "norm", "max", "min")

@@ -67,9 +67,7 @@ class Entry:
     parent: str | None
     """Entry of the enclosing module's call."""
     groups: dict[str, Any]
-    """`input_args`, `input_kwargs`, `output` and so on. Leaves are `TensorStats` or plain values, lists and dicts
-    nest.
-    """
+    """`input_args`, `input_kwargs`, `output` and so on, of nested lists and dicts of `TensorStats` or plain values."""
 
 
 @dataclass(slots=True)

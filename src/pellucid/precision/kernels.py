@@ -19,8 +19,7 @@ def _block_checksum(raw, weights, block):
     words = raw[: len(raw) // 8 * 8].view(np.uint64)
     total = np.uint64(0)
     for i in range(len(words)):
-        # A product carries changes upwards only: without their copies lower down, flipped signs would reach but the
-        # last bit.
+        # A product carries changes upwards only: without copies lower down, flipped signs would reach the last bit.
         total += (words[i] ^ (words[i] >> np.uint64(31))) * weights[i]
     if len(raw) % 8:
         word = np.uint64(0)

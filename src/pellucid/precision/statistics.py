@@ -58,9 +58,7 @@ class Rows:
     """Statistics of R tensors, a row each, in the order of measuring."""
 
     floats: np.ndarray
-    """float64[R, 4] minimum, maximum, mean, L2 norm: NaN where the tensor holds a NaN or nothing at all. Zero has no
-    sign.
-    """
+    """float64[R, 4] minimum, maximum, mean, L2 norm: NaN where it holds a NaN or nothing. Zero has no sign."""
     counts: np.ndarray
     """int64[R, 5] NaN, Inf, zero, subnormal by the measure of the tensor's own dtype (a float16 of 1e-5 is one), and
     the checksum of the stored bytes in their logical order; the same on every device and by every kernel.
@@ -221,8 +219,7 @@ class _TorchReductions:
     """PyTorch's reductions on any device; no value reaches the host before the end."""
 
     def __init__(self, device: torch.device) -> None:
-        # Accelerators other than NVIDIA's and AMD's have no float64, or emulate it; squares beyond 3e38 are infinite
-        # there.
+        # Accelerators but NVIDIA's and AMD's have no float64, or emulate it; there squares over 3e38 are infinite.
         self._dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
     def reduce(self, flat: Tensor, spans: Spans | None) -> Reduced:

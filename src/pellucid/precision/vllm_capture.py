@@ -165,9 +165,7 @@ class EngineSession(Guarded):
 
 
 def module_weight(module: Any) -> torch.Tensor | None:
-    """Return a module's own weight, without what pads a vocabulary; None where it has none, or a kernel has packed it
-    away.
-    """
+    """Return a module's weight without a vocabulary's padding; None where it has none, or a kernel has packed it."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or not weight.numel() or not weight.is_floating_point():
         return None

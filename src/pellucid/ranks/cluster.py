@@ -180,9 +180,7 @@ def _agents() -> list[int]:
 
 
 def _check_room(kind: str, pools: list[Pool], machines: list[tuple[str, int]]) -> None:
-    """Check that the machines, each with its number of devices, are large and many enough; whether they are free shows
-    when they are reserved.
-    """
+    """Check that the machines, each with its number of devices, are large and many enough; they may be taken."""
     sizes, found = [size for _, size in machines], ", ".join(f"{name}: {size}" for name, size in machines)
     policy, there, wanted = pools[0], sum(sizes), sum(pool.num_ranks for pool in pools)
     if wanted > there:

@@ -45,9 +45,7 @@ class Placement(Protocol):
         ...
 
     def memory_gb(self) -> dict[str, float]:
-        """Return `perf/cpu_memory_used_gb` of all processes and, off CPU, `perf/max_memory_allocated_gb` of the fullest
-        device.
-        """
+        """Return `perf/cpu_memory_used_gb` of all and, off CPU, the fullest device's `perf/max_memory_allocated_gb`."""
         ...
 
     def begin_profiled_step(self, step: int) -> None:
@@ -119,8 +117,7 @@ def place_roles(
     if config.trainer.placement == "local":
         return LocalPlacement(config, roles, tokenizer, policy_loss, total_steps, profiler)
     if config.trainer.ray_address is None:
-        # Ray's servers listen on all interfaces: only who has this run's own token may talk to them. Read at Ray's
-        # import.
+        # Ray's servers listen on all interfaces: who talks to them needs this run's token. Read at Ray's import.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_worker_niceness", "0")  # ranks are the work, not something beside it

@@ -199,9 +199,7 @@ class RayPlacement:
         return replicas
 
     def _meet(self, name: str, group: WorkerGroup) -> None:
-        """Let the pool's ranks find each other: over a file where all are on this machine, else over a free
-        port of the first's.
-        """
+        """Let the pool's ranks meet: over a file where all are on this machine, else on a free port of the first's."""
         group.locate()
         if set(group.machines) == {ray.get_runtime_context().get_node_id()}:
             point = f"file://{self._meeting / name}"

@@ -157,9 +157,7 @@ class RemoteReplica(ForwardedEngine):
         return await super().generate(request)
 
     async def _look_on(self) -> None:
-        """Look at the replica as long as it has requests, tell those who wait that it decodes, and end it where it
-        stalls.
-        """
+        """Look at the replica while it has requests, tell those who wait that it decodes, and end it if it stalls."""
         moved_at, limit_s = time.monotonic(), self._group.stall_timeout_s
         while self._under_way:
             await asyncio.sleep(POLL_S)

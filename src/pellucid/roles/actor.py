@@ -160,9 +160,7 @@ class Actor(Role):
         return {name: term.masked_fill(~inputs.mask, 0.0) for name, term in terms.items()}, metrics
 
     def _correction(self, batch: TrainBatch, rows: list[int], width: int, inputs: LossInputs) -> torch.Tensor | None:
-        """Return the [b, T] weights that correct for the rollout policy, or None; they multiply every loss here
-        alone.
-        """
+        """Return the [b, T] weights that correct for the rollout policy, or None; a loss is multiplied here alone."""
         bypass, mask = self._settings.bypass, inputs.mask
         if bypass is None:
             weights = on_rows(batch.correction_weights, rows, width, mask.device)
@@ -180,9 +178,7 @@ class Actor(Role):
     def _metrics(
         self, batch: TrainBatch, weights: torch.Tensor, selected: torch.Tensor | None, result: UpdateResult
     ) -> dict[str, float]:
-        """Return the mini-batch's metrics, computed over all of it at once so that micro-batching cannot change
-        them.
-        """
+        """Return the mini-batch's metrics, computed over all of it at once: micro-batching cannot change them."""
         width = weights.shape[1]
         scores = result.scores.map(torch.Tensor.cpu)
         terms, metrics = self._token_losses(batch, list(range(len(batch))), width, scores, selected)

@@ -53,9 +53,7 @@ class MicroBatching:
 
 
 class FsdpEngine:
-    """A causal LM, or one with a scalar head, with its optimizer; a frozen one has `optimizer=None`. See
-    `TrainingEngine`.
-    """
+    """A `TrainingEngine` of a causal LM, or one with a scalar head, and its optimizer; a frozen one has None."""
 
     def __init__(
         self,
@@ -282,9 +280,7 @@ class FsdpEngine:
     def _micro_batches(
         self, sequences: list[TokenSequence], shares: list[list[int]]
     ) -> Iterator[tuple[list[int], ModelInput]]:
-        """Yield this rank's micro-batches and the rows in them: as many on every rank, the last ones of some without
-        rows.
-        """
+        """Yield this rank's micro-batches and their rows: as many on every rank, the last ones of some without rows."""
         sharding, cut = self.sharding, self.micro_batching
         mine = shares[0 if sharding is None else sharding.rank]
         own = [sequences[row] for row in mine]

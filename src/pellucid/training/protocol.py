@@ -66,8 +66,7 @@ class TokenHead(Protocol):
 
 
 LossFunction = Callable[[list[int], TokenScores], torch.Tensor]
-"""(rows of the mini-batch, their results [b, T] with gradient) → the micro-batch's share of the mini-batch loss, a
-scalar."""
+"""(rows of the mini-batch, their results [b, T] with gradient) → the micro-batch's scalar share of the whole loss."""
 
 
 @dataclass(slots=True)
@@ -99,8 +98,7 @@ class TrainingEngine(Protocol):
     version: int
     """Number of optimizer steps that made the current weights: the policy version stamped on tokens."""
     flops: float
-    """Model arithmetic done so far: 6 × parameters × tokens of training passes (4 × where frozen), 2 × of forward-only
-    ones."""
+    """Model arithmetic done so far: 6 × parameters × tokens of training passes (4 × where frozen), 2 × of others."""
 
     in_hand: list[str]
     """Names of the samples in the micro-batch that is being run."""

@@ -36,8 +36,7 @@ class ShardingPlan:
     reshard_after_forward: bool = True
     """Drop a layer's gathered weights between its forward and its backward pass: less memory, one more gather."""
     param_offload: bool = False
-    """Keep shards, gradients and optimizer state in CPU memory; the optimizer then steps on the CPU. On a CPU it
-    changes nothing."""
+    """Keep shards, gradients and optimizer state in CPU memory, where the optimizer then steps; nothing on a CPU."""
 
 
 def join_ranks(rank: int, num_ranks: int, *, init_method: str, device: torch.device, timeout_s: float = 1800.0) -> None:

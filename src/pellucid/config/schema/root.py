@@ -152,17 +152,13 @@ class RunConfig:
 
     @property
     def corrects(self) -> bool:
-        """Whether weights or a smaller mask are worked out before the update; in bypass mode the update does it
-        itself.
-        """
+        """Whether weights or a smaller mask are worked out before the update; in bypass mode it does so itself."""
         algorithm = self.algorithm
         return not algorithm.bypass_mode and (algorithm.rollout_is or bool(algorithm.rollout_rs))
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether a pass before the update must supply `old_logp`: the update's own forward does when it is the
-        only one.
-        """
+        """Whether a pass before the update must supply `old_logp`: the update's own does when it is the only one."""
         actor = self.actor_rollout_ref.actor
         one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= self.data.train_batch_size
         return not one_update or self.algorithm.use_kl_in_reward or self.corrects

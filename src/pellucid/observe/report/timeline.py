@@ -159,9 +159,7 @@ def _spans(path: Path, steps: Collection[int] | None = None) -> Iterator[Span]:
 
 
 def clock_offsets(path: Path) -> dict[int, float]:
-    """Return by process id what is added to a file's times, in microseconds, to get the controller's; it is measured
-    anew when ranks start, and the last counts.
-    """
+    """Return by process id what gives a file's times the controller's clock, in microseconds; as measured last."""
     return {
         event["pid"]: float(event["args"].get("clock_offset_us", 0.0))
         for event in read_events(path, only='"process_name"')

@@ -114,9 +114,7 @@ def split_micro_batches(
 
 
 def num_input_tokens(sequence: TokenSequence, *, with_prompt: bool) -> int:
-    """Return how many tokens of `sequence` the model is fed: the last response token predicts nothing, so it never
-    is.
-    """
+    """Return how many tokens of `sequence` the model is fed: not the last response token, which predicts nothing."""
     return max(len(sequence.response_ids) - 1, 0) + (len(sequence.prompt_ids) if with_prompt else 0)
 
 
