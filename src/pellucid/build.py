@@ -84,8 +84,7 @@ def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
     Raises:
         MissingExtraError: LoRA without peft, or the Ray placement without ray.
-        UserError: a model folder is missing, reads other tokens than the policy's `tokenizer`, or shorter texts than
-            the data's.
+        UserError: a model folder is missing, reads other tokens than the policy's `tokenizer`, or too short texts.
     """
     if config.trainer.placement == "ray" and importlib.util.find_spec("ray") is None:
         raise MissingExtraError("trainer.placement", "ray", "ray")

@@ -1,7 +1,6 @@
 """The one place console output goes through: two shared rich consoles, their log file, and notices printed once a run.
 
-Commands and the loop print through `console`; libraries log. Progress bars are made by `progress()`, so that all look
-alike.
+Commands and the loop print through `console`; libraries log. Progress bars are made by `progress()`, all alike.
 """
 
 import io

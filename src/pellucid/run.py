@@ -91,8 +91,7 @@ class Run:
     def stage(
         self, stage: Stage, step: int, num_units: int | None = None, given: Given | None = None
     ) -> Iterator[Callable[[int], None]]:
-        """Enclose a stage, for the display, the watchdog, the timeline and the profiler; gives what counts finished
-        units.
+        """Enclose a stage, for the display, watchdog, timeline and profiler; gives what counts finished units.
 
         What it is `given` to work on is saved when NaN or Inf ends it.
         """

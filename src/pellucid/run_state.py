@@ -27,8 +27,7 @@ def save_checkpoint(run: Run, step: int, save_samples: Callable[[Path], None] = 
     `save_samples` adds what was sampled ahead.
 
     Raises:
-        UserError: the disk is full (of this checkpoint, or of the one before, written in the background); earlier ones
-            are whole.
+        UserError: the disk is full (of this checkpoint, or the one before, in the background); earlier ones are whole.
     """
     section = run.config.actor_rollout_ref.actor.checkpoint
     contents = list(section.save_contents)

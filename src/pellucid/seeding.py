@@ -1,7 +1,6 @@
 """Random streams derived from what they are for, never from the order in which things happen to run.
 
-A stream is named by (run seed, words and numbers): the same name gives the same numbers in any batch, process or
-resumed run.
+A stream is named by (run seed, words and numbers): a name gives the same numbers in any batch, process or run.
 """
 
 import hashlib

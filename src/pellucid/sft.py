@@ -1,8 +1,6 @@
-"""Supervised fine-tuning as a job of the training loop: the answers in the data are what the policy "sampled", all
-equally good.
+"""Supervised fine-tuning as a job of the training loop: the data's answers are what the policy "sampled", all good.
 
-Rows come from the same sources as prompts. The loss is the policy gradient's, −A · log π with A = 1: next-token
-cross-entropy.
+Rows come from the sources of prompts. The loss, −A · log π with A = 1, is next-token cross-entropy.
 """
 
 import dataclasses

@@ -36,8 +36,7 @@ def waiting_settings() -> dict[str, str]:
 def start_beside(work: Callable[[], None], name: str) -> Future[None]:
     """Run `work` in a thread of its own, at a low priority; the future has what it raised.
 
-    The work must leave Python's lock free while it is busy: file and hash functions do. The program waits for it at its
-    end.
+    The work must leave Python's lock free while busy, as file and hash functions do. The program waits for its end.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_yield_to_others)
     future = pool.submit(work)

@@ -117,8 +117,7 @@ def load(path: str) -> Callable[..., Any]:
 def _parameters(spec: str) -> set[str]:
     """Return the names of the parameters of a user's function, read from its source without running it.
 
-    A file that is missing or does not parse gives none: loading the function, before the run starts, tells what is
-    wrong.
+    A file that is missing or does not parse gives none: loading the function tells what is wrong before the run.
     """
     module, _, name = spec.rpartition(":")
     try:

@@ -4,8 +4,7 @@ The step calls `correct` once with the batch's [B, T] log-probs. In bypass mode 
 micro-batch. Keys are those of config section `algorithm`; names and formulas of the metrics are those of
 `docs/metrics.md`. Tokens outside the mask may hold anything.
 
-Source: "When Speed Kills Stability: Demystifying RL Collapse from the Inference-Training Mismatch" (Liu, Li et al.,
-2025).
+Source: "When Speed Kills Stability: Demystifying RL Collapse from the Inference-Training Mismatch" (Liu et al., 2025).
 """
 
 import math

@@ -144,8 +144,7 @@ def clip_cov(inputs: LossInputs, selected: Tensor) -> tuple[Tensor, dict[str, Te
 def select_clip_cov(inputs: LossInputs, uniforms: Tensor) -> Tensor:
     """Pick the ⌊ratio · N⌋ (at least one) tokens of smallest uniform ([B, T] in [0, 1)) that `clip_cov` may leave out.
 
-    Those are the unmasked tokens of the mini-batch whose covariance is strictly between the bounds and that PPO does
-    not clip.
+    Those are the unmasked tokens whose covariance is strictly between the bounds and that PPO does not clip.
     """
     settings, covariance = inputs.config.policy_loss, _covariance(inputs)
     candidates = inputs.mask & (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)

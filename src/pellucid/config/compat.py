@@ -1,5 +1,4 @@
-"""Keys that users of verl and of earlier guides have: one table for what a run says of them and for `pellucid config
-migrate`.
+"""Keys that users of verl and of earlier guides have: one table for runs and for `pellucid config migrate`.
 
 A row translates a key, drops it where it asks for nothing, or refuses it. `load.py` applies the table before the schema
 sees the user's tree.

@@ -105,8 +105,7 @@ def option(
         default: the value, or a callable that makes it (a section's class, `list`).
         link: the interpolation that supplies the value until the key is set, e.g. `${trainer.seed}`; null means
             "follow" too. `default` is what it gives when everything is at its default, for objects built in code.
-        needs: what must hold for the field, or for all fields of the section, to act; a change of one that does not is
-            an error.
+        needs: what must hold for the field, or for all of the section, to act; to change one that does not is an error.
         follows: another section, and the class whose fields both have; each of them links to the other section's.
     """
     metadata = {"link": link, "needs": (needs,) if isinstance(needs, Needs) else needs, "follows": follows}

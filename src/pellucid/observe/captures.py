@@ -1,7 +1,6 @@
 """Profiling of a run: from the config to each process's request, and from what the processes wrote to the manifest.
 
-The loop encloses each step in `RunProfiler.step`; `finish` ends it all, once the processes are gone and their files in
-place.
+The loop encloses each step in `RunProfiler.step`; `finish` ends it all, once the processes are gone.
 """
 
 import dataclasses
@@ -215,8 +214,7 @@ class RunProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Enclose a step: what is captured in it is written, and the manifest brought up to date, however the block
-        ends.
+        """Enclose a step: however the block ends, what is captured is written, and the manifest brought up to date.
 
         Raises:
             ProfilerError: a capture failed, and `global_profiler.strict` is set.

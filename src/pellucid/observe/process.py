@@ -95,8 +95,7 @@ _current: ContextVar[_StageRun | None] = ContextVar("stage_run", default=None)
 
 
 class ProcessProfiler:
-    """Records what one process does, stage by stage; several stages may be under way at once, each in a task of its
-    own.
+    """Records what one process does, stage by stage; several may be under way at once, each in a task of its own.
 
     A tool that records the whole process, as most do, has one capture at a time: a stage that begins while another's is
     being taken gets none, which is said and written down. Tools that look at tensors capture stages of different
@@ -268,8 +267,7 @@ class ProcessProfiler:
     def _counts(run: _StageRun, unit: Unit) -> bool:
         """Tell whether a unit is one of those that the stage's schedule counts.
 
-        Of an update's passes only those within a mini-batch do: some losses take one more, forward alone, to choose
-        tokens.
+        Of an update's passes only those within a mini-batch do: some losses take one more to choose tokens.
         """
         if run.window is None or run.window.unit != unit:
             return False

@@ -48,8 +48,7 @@ def run_recorded(config: RunConfig, arguments: list[str]) -> int | None:
     records it yet.
 
     Returns:
-        The exit status of that run, whose files are in place; None: the caller is to go on itself, unrecorded where
-        nsys fails.
+        The exit status of that run, whose files are in place; None: the caller is to go on itself, maybe unrecorded.
     """
     run_dir = Path(config.trainer.default_local_dir)
     local = config.trainer.placement == "local"

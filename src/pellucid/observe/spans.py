@@ -200,8 +200,7 @@ class SpanRecorder:
         """Return `timing_s/<name>` of the spans that ended since the last call, and forget them.
 
         Args:
-            step: leave the spans of other steps, which may be under way at the same time, to their own calls; None: all
-                spans.
+            step: leave the spans of other steps, which may be under way at the same time, alone; None: all spans.
         """
         with self._lock:
             taken = [key for key in self._durations_s if step is None or key[0] in (None, step)]

@@ -1,8 +1,7 @@
 """The guard process of a run: looks for a stall, and ends a stalled run that does not end itself.
 
 `stall.py` starts it as `python -m pellucid.observe.stall_guard RUN_DIR MAIN_THREAD BEAT_FD STACKS_FD`. It sees the
-run's beats in the file BEAT_FD, and has the run dump its stacks into the file STACKS_FD. It ends when its standard
-input closes.
+run's beats in the file BEAT_FD, has the run dump its stacks into STACKS_FD, and ends when its own input closes.
 """
 
 import mmap

@@ -1,5 +1,4 @@
-"""What a run tells of its progress: its start and every finished sample is a beat of a stage, silence for too long a
-stall.
+"""What a run tells of its progress: its start and each finished sample is a beat of a stage, long silence a stall.
 
 `Run.stage` opens a watch for each stage, and whoever waits for ranks renews them all. The guard process of
 `stall_guard.py` reads them in shared memory, as JSON.

@@ -1,8 +1,7 @@
 """Captures as one table, the join of two of them, and how far apart the rows of a join are.
 
 A row is what was measured of a tensor: of all of it, or of the tokens of one prompt or response. What tensors are
-joined by depends on what is compared: single calls, or modules whose sums over samples are added up over passes and
-ranks.
+joined by depends on what is compared: calls, or modules whose sums over samples are added up over passes and ranks.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -54,8 +53,7 @@ def capture_table(captures: Sequence[Capture], *, by_sample: bool = False) -> pa
     """Return the table of one side of a comparison.
 
     Calls of one capture are kept apart. `by_sample`, for the captures of all ranks, what forward calls of modules
-    computed of the same tokens is added up, and of whole tensors only the parameters are kept, their shards put
-    together.
+    computed of the same tokens is added up, and of whole tensors only parameters are kept, put together from shards.
 
     Returns:
         Columns: `tensor`, `<call>|<path>`; `tokens`; number of elements `size`, `sum` Σx, `square_sum` Σx², `num_nan`

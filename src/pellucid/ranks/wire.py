@@ -75,8 +75,7 @@ class Parcel:
 
 
 class SharedMemory:
-    """Packs values for other processes and opens theirs; knows what it has put there and keeps it from being put
-    twice.
+    """Packs values for other processes and opens theirs; keeps what it has put there from being put twice.
 
     Args:
         store: has Ray's `put` and `get`.

@@ -68,8 +68,7 @@ class Actor(Role):
     def update(self, batch: TrainBatch, *, step: int, on_done: Progress | None = None) -> ActorUpdate:
         """Take one optimizer step a mini-batch for `ppo_epochs` passes; the metrics are their means.
 
-        A batch without `old_logp` must be one mini-batch and one pass: then the update's own forward pass is the old
-        policy.
+        A batch without `old_logp` must be one mini-batch and pass: then the update's own forward is the old policy.
 
         Raises:
             NonFiniteError: with `rows` counted in `batch`; optimizer steps before the failing one stay applied.

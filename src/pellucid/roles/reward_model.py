@@ -19,8 +19,7 @@ class RewardModel(Role):
     Args:
         engine: holds the model, whose output head is [1, H].
         tokenizer: the reward model's own, where its vocabulary differs from the policy's: responses are then read as
-            text through its chat template (through plain concatenation where it has none). None takes the sampled ids
-            as they are.
+            text through its chat template, or plain where it has none. None takes the sampled ids as they are.
         max_tokens: the engine's budget of one micro-batch, or None.
         max_positions: the longest text that the model reads, in tokens, or None.
     """

@@ -1,5 +1,4 @@
-"""vLLM or SGLang as a rollout engine: what it does is the same for both, in processes on this host and behind an
-address.
+"""vLLM or SGLang as a rollout engine: what it does is the same for both, on this host and behind an address.
 
 Both belong to one event loop, and callers come from loops that last as long as a stage; so there is a loop of its own,
 in a thread, which every call crosses into.
@@ -111,8 +110,7 @@ class InferenceRolloutEngine(ForwardedEngine):
     """Samples with an inference engine, which calls are forwarded to.
 
     Args:
-        start: returns it once it has begun, and it tells the callback of its numbers; its weights are what the first
-            update brings.
+        start: returns it once it has begun, and it tells the callback of its numbers; its weights come with updates.
         tokenizer: decodes answers.
         eos_token_ids: ids that end a response.
         seed: the run's seed.

@@ -190,8 +190,7 @@ class RolloutEngine(Protocol):
         """Sample from new weights from the next token on; running requests go on with them.
 
         Nothing that was computed with the old ones is used for requests that begin later. A caller who wants running
-        requests to end first, or to be drawn anew, calls `pause` with `finish` or `abort` before and `resume`
-        afterwards.
+        requests to end first, or to be drawn anew, calls `pause` with `finish` or `abort`, and `resume` afterwards.
 
         Raises:
             WeightsDifferError: the digest of a tensor differs from the one that was sent.

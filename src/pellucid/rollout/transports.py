@@ -53,8 +53,7 @@ def load_buckets(buckets: Iterable[WeightBucket], own: dict[str, torch.Tensor], 
     Args:
         buckets: what a transport delivers; with digests where they are to be verified.
         own: the engine's tensors by their Hugging Face names.
-        verify: recompute each tensor's digest over what is held afterwards; over what arrived where the dtype is
-            another.
+        verify: recompute each tensor's digest over what is held afterwards; of another dtype, over what arrived.
 
     Raises:
         WeightsDifferError: the digest of a tensor is not the sent one, or one did not arrive.

@@ -71,8 +71,7 @@ class FsdpEngine:
         """Take over `model`, which `sharding` has wrapped if there is more than one rank.
 
         `without_adapters` runs it as it was before LoRA changed it (the reference policy). `balance_ranks` gives ranks
-        about as many tokens each, instead of as many sequences in batch order. `probe` hears of micro- and
-        mini-batches.
+        about as many tokens each, not as many sequences in batch order. `probe` hears of micro- and mini-batches.
         """
         self.model, self.optimizer, self.micro_batching = model, optimizer, micro_batching
         self.device, self.dtype = device, dtype

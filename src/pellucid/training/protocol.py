@@ -1,7 +1,6 @@
 """What a role may ask of a training engine. `FsdpEngine` implements it; other backends join with the same methods.
 
-A role hands over sequences, a *head* that says what is computed per response token, and, to train, a loss over its
-results.
+A role hands over sequences, a *head* that says what is computed per token, and, to train, a loss over its results.
 """
 
 from collections.abc import Callable, Iterator, Sequence

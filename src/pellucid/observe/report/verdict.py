@@ -1,8 +1,7 @@
 """Makes a run's report from its timeline, manifest and captures, with the verdict: what costs most time for no good
 reason, ranked, each with its figures, its place and a remedy. The run may be going on; `report_page.py` shows it.
 
-A rule turns figures into a `Finding` where they pass a threshold. A healthy run has none: then the largest stage is
-named.
+A rule turns figures that pass a threshold into a `Finding`. A healthy run has none: its largest stage is named.
 """
 
 import statistics

@@ -118,8 +118,7 @@ class Tool:
         return nullcontext()
 
     def stop(self) -> list[Path]:
-        """End the capture, write its files and return them (a folder stands for all files in it); none where it only
-        warmed up.
+        """End the capture, write its files and return them (a folder stands for all in it); none of a warm-up alone.
 
         Files that another process writes only later, as nsys does, are returned by their future names.
 

@@ -1,5 +1,4 @@
-"""NVIDIA Nsight Systems: the process runs under `nsys profile` from its start, and this tool opens and closes its
-captures.
+"""NVIDIA Nsight Systems: a process runs under `nsys profile` from its start; this tool opens and closes captures.
 
 `observe/recording.py` starts processes that way. Stages and units are NVTX ranges of the domain `pellucid`; nsys writes
 its files later. A process notes each capture beside the raw files as it begins, so that what a killed process leaves is

@@ -158,8 +158,7 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probabilities of `targets`, the entropies of their distributions and their KL from a reference's.
 
-    The KL is exact, Σ_v π(v) (log π(v) − log π_ref(v)). Peak extra memory is one chunk of logits of each model,
-    whatever M is.
+    The KL is exact, Σ_v π(v) (log π(v) − log π_ref(v)). Extra memory is a chunk of logits of each model, whatever M.
 
     Args:
         hidden: [M, H] final hidden states at the predicting positions.
