@@ -223,6 +223,7 @@ def build_run(
     )
     leave_loaded_alone()
     model, control = placement.roles.reward_model, config.algorithm.kl_ctrl
+    target_kl = control.target_kl if control.type == "adaptive" else None
     rewards = Rewards(
         config.reward_model,
         inputs.scorer,
@@ -245,9 +246,7 @@ def build_run(
         val_prompts=inputs.val_prompts,
         rewards=rewards,
         estimator=inputs.estimator,
-        kl_control=KLControl(
-            control.kl_coef, control.target_kl if control.type == "adaptive" else None, control.horizon
-        ),
+        kl_control=KLControl(control.kl_coef, target_kl, control.horizon),
         profiler=RunProfiler(config, run_dir.path, profiler, placement, first_step, total_steps),
         tracks=ReplicaTracks(profiler.spans, engine.replica_stats, show=is_seen),
         display=StepDisplay(total_steps, first_step - 1, watch=watchdog.stage),

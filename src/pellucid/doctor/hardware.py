@@ -81,9 +81,8 @@ def check_memory(machine: Machine, plan: Plan | None, num_ranks: int | None) -> 
 def _compare(name: str, found: str, needed_bytes: int, free_bytes: int) -> Finding:
     tight = needed_bytes > _TIGHT * free_bytes
     status = "problem" if needed_bytes > free_bytes else "warning"
-    return Finding.judged(
-        name, f"{found}; {size(needed_bytes)} needed (estimate)", _LESS_MEMORY if tight else "", status
-    )
+    found += f"; {size(needed_bytes)} needed (estimate)"
+    return Finding.judged(name, found, _LESS_MEMORY if tight else "", status)
 
 
 def check_bfloat16(machine: Machine) -> Finding:

@@ -111,9 +111,8 @@ def _open_wandb(context: TrackerContext) -> Tracker:
     )
     # Against the run's own step, so that the steps repeated after a resume are not refused.
     run.define_metric("*", step_metric=name)
-    return Tracker(
-        lambda step, metrics: run.log({**metrics, name: step}), run.finish, failures=(OSError, wandb.errors.Error)
-    )
+    failures = (OSError, wandb.errors.Error)
+    return Tracker(lambda step, metrics: run.log({**metrics, name: step}), run.finish, failures)
 
 
 def _open_mlflow(context: TrackerContext) -> Tracker:

@@ -67,9 +67,8 @@ class ProcessSpec:
         log_file = self.log.open("a", buffering=1)
         for stream in (1, 2):
             os.dup2(log_file.fileno(), stream)
-        logging.basicConfig(
-            stream=log_file, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
-        )
+        line = "%(asctime)s %(levelname)s %(message)s"
+        logging.basicConfig(stream=log_file, level=logging.INFO, format=line, force=True)
         log.info("%s, process %d on %s", self.name, os.getpid(), socket.gethostname())
         faulthandler.enable(log_file)
         # A C handler: it prints the stacks even while a thread holds the interpreter's lock.

@@ -128,10 +128,9 @@ def _check_server(
         raise UserError(ADDRESSES, reason, START)
     found = kind.describe(client, address, list(asked), handle)
     if found["model"] != shape:
-        text = " and ".join(
-            ", ".join(f"{name} {size}" for name, size in one.items()) for one in (found["model"], shape)
-        )
-        raise UserError(ADDRESSES, f"{address} serves another model than the run's: {text}.", _RESTART)
+        shapes = (", ".join(f"{name} {size}" for name, size in one.items()) for one in (found["model"], shape))
+        reason = f"{address} serves another model than the run's: {' and '.join(shapes)}."
+        raise UserError(ADDRESSES, reason, _RESTART)
     for name, wanted in asked.items():
         value = found["arguments"][name]
         if int(value) < wanted if name == kind.at_least else value not in (str(wanted), f"torch.{wanted}"):

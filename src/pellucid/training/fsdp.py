@@ -349,6 +349,5 @@ class _Results:
         """Add the rows that other ranks ran; each row is one rank's and zero on all others."""
         for whole in self.scores.results.values():
             sharding.sum(whole)
-        self.scores.num_input_tokens = int(
-            sharding.sum(torch.tensor(self.scores.num_input_tokens, device=self._device))
-        )
+        num_tokens = torch.tensor(self.scores.num_input_tokens, device=self._device)
+        self.scores.num_input_tokens = int(sharding.sum(num_tokens))

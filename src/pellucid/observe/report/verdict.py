@@ -50,9 +50,7 @@ OVERHEADS: dict[str, tuple[str, float, str, str]] = {
         "Turn off what is written at each step and not needed (trainer.dump_rollouts, extra trackers); see whether the "
         "disk or a tracker's network call is slow.",
     ),
-    BETWEEN[Stage.VALIDATE]: (
-        "between_steps", 0.15, "Validation takes", "Do it less often: raise trainer.test_freq."
-    ),
+    BETWEEN[Stage.VALIDATE]: ("between_steps", 0.15, "Validation takes", "Do it less often: raise trainer.test_freq."),
     BETWEEN[Stage.SAVE_CHECKPOINT]: (
         "between_steps", 0.15, "Writing checkpoints takes", "Do it less often: raise trainer.save_freq."
     ),

@@ -66,9 +66,8 @@ class Capture:
     @property
     def again(self) -> str:
         """What tells it from others of its stage and step: `_call2_window3`; empty for the first."""
-        return "".join(
-            f"_{name}{number}" for name, number in (("call", self.call), ("window", self.window)) if number > 1
-        )
+        numbers = (("call", self.call), ("window", self.window))
+        return "".join(f"_{name}{number}" for name, number in numbers if number > 1)
 
     @property
     def name(self) -> str:

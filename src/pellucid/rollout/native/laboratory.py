@@ -70,12 +70,8 @@ class MismatchedPolicy:
             self._keep_current()
 
     def _keep_current(self) -> None:
-        weights = {
-            name: parameter.detach().clone()
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
-        self._ring.append(_Snapshot(self._policy.version, weights))
+        trained = (named for named in self.model.named_parameters() if named[1].requires_grad)
+        self._ring.append(_Snapshot(self._policy.version, {name: one.detach().clone() for name, one in trained}))
 
     def _snapshot(self) -> _Snapshot:
         if self._config.stale_steps and not self._ring:
@@ -98,11 +94,8 @@ class MismatchedPolicy:
     def save(self, folder: Path) -> None:
         """Write the kept weights, if any, into `folder`, so that a resumed run samples from the same ones."""
         if self._ring:
-            tensors = {
-                f"{place}.{name}": weight
-                for place, snapshot in enumerate(self._ring)
-                for name, weight in snapshot.weights.items()
-            }
+            kept = enumerate(self._ring)
+            tensors = {f"{place}.{name}": weight for place, one in kept for name, weight in one.weights.items()}
             versions = torch.tensor([snapshot.version for snapshot in self._ring])
             save_file({**tensors, _VERSIONS: versions}, folder / STALE_WEIGHTS_FILE)
 

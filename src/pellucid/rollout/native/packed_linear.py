@@ -5,6 +5,9 @@ oneDNN's blocked layout does at that size, so while it decodes each `nn.Linear` 
 weight; one with a LoRA adapter with a copy of the merged weight, so that an adapter costs decoding nothing.
 """
 
+from collections.abc import Callable
+from operator import attrgetter
+
 import torch
 
 from pellucid.training.common.lora import lora_layers, merged_weight
@@ -29,8 +32,8 @@ class PackedLinears:
         plain = [module for module in model.modules() if type(module) is torch.nn.Linear and id(module) not in inside]
         reorder = torch.ops.mkldnn._reorder_linear_weight
         self._forwards = [
-            (vars(layer), _Forward(reorder(weight(layer).detach(), num_rows), layer.bias))
-            for layers, weight in ((adapted, merged_weight), (plain, _own_weight))
+            (vars(layer), _forward(reorder(weight(layer).detach(), num_rows), layer.bias))
+            for layers, weight in ((adapted, merged_weight), (plain, attrgetter("weight")))
             for layer in layers
         ]
 
@@ -43,15 +46,6 @@ class PackedLinears:
             attributes.pop("forward", None)
 
 
-def _own_weight(linear: torch.nn.Linear) -> torch.Tensor:
-    return linear.weight
-
-
-class _Forward:
-    """What stands in for `nn.Linear.forward`: the same product with the packed weight."""
-
-    def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._packed, self._bias = packed, bias
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, "none", [], "")
+def _forward(packed: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what stands in for `nn.Linear.forward`: the same product with the packed weight."""
+    return lambda input: torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
