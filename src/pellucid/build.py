@@ -8,6 +8,7 @@ import gc
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -163,32 +164,18 @@ class Compute:
         offload = section.fsdp_config.optimizer_offload
         optimizer = make_optimizer(model, section.optim, section.grad_clip, run_updates, offload=offload)
         tokens, sequences = section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu
-        return self.engine(model, micro_batching(section.use_dynamic_bsz, tokens, sequences), sharding, optimizer)
+        cut = micro_batching(section.use_dynamic_bsz, tokens, sequences)
+        return self.engine(model, optimizer, cut, sharding=sharding)
 
     def frozen(self, model: PreTrainedModel, cut: MicroBatching, fsdp: FsdpConfig | RefFsdpConfig) -> FsdpEngine:
         """Return the engine of a model that is not trained."""
-        return self.engine(model, cut, self._shard(model, fsdp))
+        return self.engine(model, None, cut, sharding=self._shard(model, fsdp))
 
-    def engine(
-        self,
-        model: PreTrainedModel,
-        cut: MicroBatching,
-        sharding: "Sharding | None",
-        optimizer: ScheduledAdamW | None = None,
-        *,
-        without_adapters: bool = False,
-    ) -> FsdpEngine:
-        """Return an engine of this process."""
-        return FsdpEngine(
-            model,
-            optimizer,
-            cut,
-            device=self.device,
-            dtype=self.dtype,
-            sharding=sharding,
-            without_adapters=without_adapters,
-            balance_ranks=self.balance_ranks,
-            probe=self.probe,
+    @property
+    def engine(self) -> "partial[FsdpEngine]":
+        """What makes engines of this process."""
+        return partial(
+            FsdpEngine, device=self.device, dtype=self.dtype, balance_ranks=self.balance_ranks, probe=self.probe
         )
 
     def _shard(self, model: PreTrainedModel, fsdp: FsdpConfig | RefFsdpConfig) -> "Sharding | None":
@@ -336,7 +323,7 @@ def _make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | Non
     cut = micro_batching(ref.log_prob_use_dynamic_bsz, tokens, sequences)
     if policy.model.lora_rank:
         assert actor is not None, "under LoRA the reference shares the actor's ranks"
-        return compute.engine(actor.model, cut, actor.sharding, without_adapters=True)
+        return compute.engine(actor.model, None, cut, sharding=actor.sharding, without_adapters=True)
     model = load_policy(config, compute.device, adapters=False).requires_grad_(False)
     return compute.frozen(model, cut, ref.fsdp_config)
 
