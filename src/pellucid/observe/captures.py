@@ -40,7 +40,8 @@ def rank_request(
 ) -> ProcessRequest | None:
     """Return what a rank is asked to capture; None when that is nothing."""
     chosen = _role_requests(config, run_dir, [role for role in roles if not _is_beside(config, role)], rank)
-    return _request(config, run_dir, chosen, f"{pool}_rank_{rank}", pool, device, rank, num_ranks)
+    where = manifest_folder(run_dir) / JOURNALS, config.global_profiler, device
+    return _if_any(ProcessRequest(f"{pool}_rank_{rank}", pool, rank, num_ranks, chosen, *where))
 
 
 def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str], device: str) -> ProcessRequest | None:
@@ -54,24 +55,12 @@ def controller_request(config: RunConfig, run_dir: Path, roles: Collection[str],
         discrete = any(section.captures_stages for section in config.profilers.values() if section.collects)
         discrete &= profiler.tool != "nsys" or bool(roles)  # nsys records a process of its own from start to end
         chosen["controller"] = RoleRequest(profiler.tool, save_folder(profiler.save_path, run_dir), discrete)
-    return _request(config, run_dir, chosen, "controller", POOL if roles else "controller", device)
+    group, journal = POOL if roles else "controller", manifest_folder(run_dir) / JOURNALS
+    return _if_any(ProcessRequest("controller", group, 0, 1, chosen, journal, profiler, device))
 
 
-def _request(
-    config: RunConfig,
-    run_dir: Path,
-    roles: dict[str, RoleRequest],
-    process: str,
-    group: str,
-    device: str,
-    rank: int = 0,
-    num_ranks: int = 1,
-) -> ProcessRequest | None:
-    profiler = config.global_profiler
-    if not profiler.steps or not roles:
-        return None
-    journal = manifest_folder(run_dir) / JOURNALS
-    return ProcessRequest(process, group, rank, num_ranks, roles, journal, profiler, device)
+def _if_any(request: ProcessRequest) -> ProcessRequest | None:
+    return request if request.steps and request.roles else None
 
 
 def _role_requests(config: RunConfig, run_dir: Path, roles: Collection[str], rank: int) -> dict[str, RoleRequest]:
