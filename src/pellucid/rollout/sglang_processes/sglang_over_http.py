@@ -66,17 +66,9 @@ class SglangOverHttp(Inference):
             self._requests.remove(task)
 
     async def _draw(self, token_ids: list[int], params: dict[str, Any], priority: int) -> Drawn:
-        asked = {
-            "temperature": params["temperature"],
-            "top_p": params["top_p"],
-            "top_k": params["top_k"],
-            "max_new_tokens": params["max_tokens"],
-            "stop": params["stop"],
-            "stop_token_ids": params["stop_token_ids"],
-            "ignore_eos": params["ignore_eos"],
-            "sampling_seed": params["seed"],
-            "no_stop_trim": True,
-        }
+        alike = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos")
+        asked = {name: params[name] for name in alike}
+        asked |= {"max_new_tokens": params["max_tokens"], "sampling_seed": params["seed"], "no_stop_trim": True}
         body = {"input_ids": token_ids, "sampling_params": asked, "priority": -priority}
         ids, logprobs, meta = list[int](), list[float](), dict[str, Any]()
         began = first = time.perf_counter()
