@@ -40,12 +40,7 @@ from pellucid.training.common.logprobs import compiling_pays
 from pellucid.training.common.lora import require_peft
 from pellucid.training.common.models import load_tokenizer, model_folder, read_config
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
-from pellucid.training.common.value_models import (
-    CRITIC,
-    REWARD_MODEL,
-    load_reward_model,
-    max_positions,
-)
+from pellucid.training.common.value_models import CRITIC, REWARD_MODEL, load_reward_model, max_positions
 from pellucid.training.fsdp import FsdpEngine, MicroBatching
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
@@ -366,12 +361,7 @@ def num_updates(config: RunConfig, steps: int, mini_batch_size: int, epochs: int
 
 
 def make_optimizer(
-    model: PreTrainedModel,
-    optim: OptimConfig,
-    grad_clip: float,
-    run_updates: int,
-    *,
-    offload: bool = False,
+    model: PreTrainedModel, optim: OptimConfig, grad_clip: float, run_updates: int, *, offload: bool = False
 ) -> ScheduledAdamW:
     """Return AdamW over the trainable parameters, or the shards that they have become, scheduled over `run_updates`
     optimizer steps.

@@ -163,11 +163,7 @@ def read_ahead(run: Run) -> list[dict[str, Any]]:
 def overlap_metrics(produce_s: float, learn_s: float, step_s: float) -> dict[str, float]:
     """Return the shares of a step in which each side worked, and in which, at least, both did."""
     produce, learn = min(produce_s / step_s, 1.0), min(learn_s / step_s, 1.0)
-    return {
-        "perf/produce_busy": produce,
-        "perf/learn_busy": learn,
-        "perf/overlap": max(0.0, produce + learn - 1.0),
-    }
+    return {"perf/produce_busy": produce, "perf/learn_busy": learn, "perf/overlap": max(0.0, produce + learn - 1.0)}
 
 
 def _batch_lines(samples: Samples, metrics: dict[str, float]) -> list[dict[str, Any]]:

@@ -25,13 +25,7 @@ from pellucid.agents.llm import Sample
 from pellucid.errors import UserError
 from pellucid.files.journal import Journal
 from pellucid.files.json_lines import write_lines
-from pellucid.files.trajectories import (
-    read_rollout,
-    read_score,
-    read_turn,
-    rollout_record,
-    score_record,
-)
+from pellucid.files.trajectories import read_rollout, read_score, read_turn, rollout_record, score_record
 from pellucid.produce import batch, has_spread, num_tokens, sample_metrics, sampling_params
 from pellucid.reward.scorer import require_scores
 from pellucid.rollout.requests import Completion, PauseMode, Request, RolloutEngine, Trajectory, end_other_tasks

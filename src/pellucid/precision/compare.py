@@ -305,9 +305,7 @@ def _drift(joined: pa.Table) -> tuple[str | None, float]:
     return f"{most['dtype']} against {most['dtype_b']}".replace("torch.", ""), round_off
 
 
-def _largest_errors(
-    calls: Calls, call_of: Mapping[str, int], table: pa.Table, *, has_copy: bool = False
-) -> Changes:
+def _largest_errors(calls: Calls, call_of: Mapping[str, int], table: pa.Table, *, has_copy: bool = False) -> Changes:
     """Return the largest error of each part of the calls in `call_of`; a copy's weights are asked to be the same."""
     tensors, errors = table["tensor"].combine_chunks().dictionary_encode(), column(table, "error")
     numbers = tensors.indices.to_numpy()

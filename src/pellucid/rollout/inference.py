@@ -117,12 +117,7 @@ class InferenceRolloutEngine(ForwardedEngine):
     """
 
     def __init__(
-        self,
-        start: Start,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_token_ids: list[int],
-        *,
-        seed: int,
+        self, start: Start, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int], *, seed: int
     ) -> None:
         super().__init__()
         self._tokenizer, self._eos, self._seed = tokenizer, eos_token_ids, seed

@@ -21,22 +21,10 @@ from pellucid.training.checkpoint import StagedWriter, State, read_state, stored
 from pellucid.training.common.balance import measure_balance, split_over_ranks
 from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.lora import base_weights, merged_tensors, state_tensors
-from pellucid.training.common.models import (
-    autocast,
-    model_tensors,
-    output_head,
-    save_hf_model,
-)
+from pellucid.training.common.models import autocast, model_tensors, output_head, save_hf_model
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import ModelInput, TokenSequence, pack, packed_spans, split_micro_batches
-from pellucid.training.protocol import (
-    LossFunction,
-    Progress,
-    TokenHead,
-    TokenScores,
-    UpdateResult,
-    WeightBucket,
-)
+from pellucid.training.protocol import LossFunction, Progress, TokenHead, TokenScores, UpdateResult, WeightBucket
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from pellucid.training.sharding import Sharding
@@ -110,12 +98,7 @@ class FsdpEngine:
         return results.scores
 
     def train_mini_batch(
-        self,
-        sequences: list[TokenSequence],
-        head: TokenHead,
-        loss: LossFunction,
-        *,
-        on_done: Progress | None = None,
+        self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, *, on_done: Progress | None = None
     ) -> UpdateResult:
         """Accumulate the gradient of the mini-batch, micro-batch by micro-batch, and apply one optimizer step."""
         with self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):

@@ -114,12 +114,7 @@ class TrainingEngine(Protocol):
         ...
 
     def train_mini_batch(
-        self,
-        sequences: list[TokenSequence],
-        head: TokenHead,
-        loss: LossFunction,
-        *,
-        on_done: Progress | None = None,
+        self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, *, on_done: Progress | None = None
     ) -> UpdateResult:
         """Accumulate the gradient of the whole mini-batch, micro-batch by micro-batch, and apply one optimizer step.
 
