@@ -31,8 +31,7 @@ def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:
     device = "auto" if config is None else config.trainer.device
     yield software.check_python()
     extras = set() if config is None else software.needed_extras(config)
-    packages = list(software.check_packages(extras | ({"ray"} if with_ray else set())))
-    yield from packages
+    yield from software.check_packages(extras | ({"ray"} if with_ray else set()))
     if not all(software.is_installed(name) for name in ("torch", "transformers")):
         return
 

@@ -28,8 +28,7 @@ _NVIDIA_GPUS, _NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/dri
 
 def check_python() -> Finding:
     """Check the interpreter's version."""
-    metadata = importlib.metadata.metadata(_PACKAGE)
-    wanted, found = metadata["Requires-Python"], platform.python_version()
+    wanted, found = importlib.metadata.metadata(_PACKAGE)["Requires-Python"], platform.python_version()
     fits = SpecifierSet(wanted).contains(found, prereleases=True)
     return Finding.judged("python", found, "" if fits else f"Make a virtual environment of Python {wanted}.", "problem")
 

@@ -281,8 +281,7 @@ def finish(config: RunConfig, run_dir: Path, *, since: float) -> None:
     if unwritten := [file.path for file in manifest.files if file.bytes is None]:
         notice(f"profiling: these files were never written: {', '.join(unwritten)}", style="red")
     if manifest.files:
-        has_numbers = any(file.tool == PRECISION_DEBUGGER for file in manifest.files)
-        reader = "precision" if has_numbers else "profile"
+        reader = "precision" if any(file.tool == PRECISION_DEBUGGER for file in manifest.files) else "profile"
         console.print(f"profile: {path}\n  pellucid {reader} report {run_dir}", markup=False, soft_wrap=True)
     command = config.global_profiler.finish_hook_cmd
     if command is not None and any(file.started_at >= since for file in manifest.files):

@@ -344,8 +344,7 @@ class ProcessProfiler:
         """Begin captures of the engines that a role asks for; of a window, these count its steps themselves."""
         capture = self._capture(role, ROLE_OF[run.stage], run.step, run.stage)
         if (window := role.windows.get(run.stage)) is not None:
-            skip = window.skip_first + window.wait
-            capture = replace(capture, skip_steps=skip, num_steps=window.active)
+            capture = replace(capture, skip_steps=window.skip_first + window.wait, num_steps=window.active)
         opened = []
         for number, engine in enumerate(self.replicas.values()):
             if number in role.replicas:

@@ -144,10 +144,9 @@ class EngineSession(Guarded):
     ) -> None:
         prefix, groups = entry_prefix(path, module), dict[str, Any]()
         if read is not None:
-            measured = self._measure(read)
-            groups |= {"input_args": [measured]}
+            groups["input_args"] = [self._measure(read)]
             if by_name:  # as transformers calls attention
-                groups |= {"input_kwargs": {"hidden_states": self._measure(read)}}
+                groups["input_kwargs"] = {"hidden_states": self._measure(read)}
         groups["output"] = [self._measure(made)]
         number = next(self._num_calls[prefix])
         if weight is not None and number == 0:

@@ -132,8 +132,7 @@ def _operator(event: dict[str, Any], process: _Process, base_us: float, number: 
     of_the_profiler = event.get("cat") in _OF_THE_PROFILER or event.get("pid") in _OF_THE_PROFILER
     if kind not in ("X", "i", "s", "f", "t") or of_the_profiler or event["name"] == "[memory]":
         return
-    on_device = event.get("cat") in DEVICE_EVENTS
-    name = f"GPU {event['pid']} stream {thread}" if on_device else f"thread {thread}"
+    name = f"GPU {event['pid']} stream {thread}" if event.get("cat") in DEVICE_EVENTS else f"thread {thread}"
     yield from process.row(name, _CAPTURE_ROWS + len(process.rows))
     flow = {"id": (number + 1) * _FLOWS_A_CAPTURE + int(event["id"])} if kind in ("s", "f", "t") else {}
     start_us = round(event["ts"] + base_us + process.shift_us, 3)

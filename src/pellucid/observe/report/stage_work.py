@@ -212,8 +212,7 @@ def _quiet_s(outer: list[Span], inner: list[Span]) -> float:
         return 0.0
 
     def quiet_s(spans: list[Span]) -> float:
-        used_s = sum(span.args["cpu_s"] + span.args.get("queued_s", 0.0) for span in spans)
-        return _wall_s(spans) - used_s
+        return _wall_s(spans) - sum(span.args["cpu_s"] + span.args.get("queued_s", 0.0) for span in spans)
 
     return max(0.0, quiet_s(outer) - quiet_s(inner))
 

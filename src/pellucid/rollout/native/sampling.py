@@ -37,8 +37,7 @@ def draw_tokens(
     if not params.do_sample:
         best, tokens = logits.max(dim=-1)
         return tokens, best - log_norm
-    kept = _filter(logits, params)
-    tokens = _invert(kept, uniforms)
+    tokens = _invert(_filter(logits, params), uniforms)
     return tokens, logits.gather(1, tokens[:, None])[:, 0] - log_norm
 
 

@@ -100,8 +100,7 @@ class PackedAttention:
         flat = torch.cat([bucket.query_index.reshape(-1) for bucket in buckets])
         self._output_row = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         real = torch.cat([self._real_queries(bucket) for bucket in buckets])
-        rows = torch.arange(flat.numel(), device=device)[real]
-        self._output_row[flat[real]] = rows
+        self._output_row[flat[real]] = torch.arange(flat.numel(), device=device)[real]
 
     @staticmethod
     def _real_queries(bucket: SegmentBucket) -> Tensor:
