@@ -79,7 +79,7 @@ def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
     replicas = join_servers(config)
     if not replicas:
         engine = ENGINES[config.actor_rollout_ref.rollout.name]
-        replica = make_replica(config) if engine.has_processes else EngineProcess(partial(make_replica, config))
+        replica = EngineProcess(partial(make_replica, config)) if engine.servers is None else make_replica(config)
         replicas = {"replica 0": replica}
     section = config.actor_rollout_ref.rollout
     replicas = ReplicaSet(replicas, send, section.verify_weights, longest_request(section))
@@ -256,27 +256,23 @@ def _vllm_profiler(config: RunConfig) -> dict[str, Any]:
 class _Engine:
     check: Callable[[EngineOptions], None]
     make: Callable[[RunConfig], RolloutEngine]
-    has_processes: bool
-    """Whether it runs in processes of its own wherever it is made."""
     options: Callable[[RunConfig], dict[str, Any]] = lambda _: {}
     """Returns the engine's arguments that a config stands for."""
     servers: ServerKind | None = None
-    """What runs can join; None: it is never a server."""
+    """What runs can join; None: it is never a server, but runs in the process that makes it."""
 
 
 ENGINES = {
-    "native": _Engine(lambda _: None, _make_native_replica, has_processes=False),
+    "native": _Engine(lambda _: None, _make_native_replica),
     "vllm": _Engine(
         lambda given: check_vllm(given.vllm),
         lambda config: _outside(config, partial(OwnVllm.start, _vllm_profiler(config) | _vllm_options(config))),
-        has_processes=True,
         options=_vllm_options,
         servers=VLLM_SERVERS,
     ),
     "sglang": _Engine(
         lambda given: check_sglang(given.sglang),
         lambda config: _outside(config, partial(OwnSglang.start, _sglang_options(config))),
-        has_processes=True,
         options=_sglang_options,
         servers=SGLANG_SERVERS,
     ),

@@ -87,13 +87,9 @@ def speed_metrics(run: Run, step: int, num_tokens: float) -> dict[str, float]:
     training_s = sum(timings.get(f"timing_s/{stage}", 0.0) for stage in _TRAINING_STAGES)
     flops, placement = run.roles.take_flops(), run.placement
     step_s = timings["timing_s/step"]
-    return (
-        timings
-        | run.tracks.step_metrics()
-        | {
-            "perf/time_per_step": step_s,
-            "perf/throughput": num_tokens / step_s / placement.num_ranks,
-            "perf/mfu": flops / training_s / placement.peak_flops() if training_s else 0.0,
-        }
-        | placement.memory_gb()
-    )
+    speed = {
+        "perf/time_per_step": step_s,
+        "perf/throughput": num_tokens / step_s / placement.num_ranks,
+        "perf/mfu": flops / training_s / placement.peak_flops() if training_s else 0.0,
+    }
+    return timings | run.tracks.step_metrics() | speed | placement.memory_gb()

@@ -90,15 +90,12 @@ def _try(config: RunConfig | None, log: Path) -> Finding:
     except UserError as error:
         return Finding.of_error("ray", error)
     try:
-        found = f"{'starts here' if cluster.is_local else 'joined'}: {_describe_cluster()}"
+        import ray
+
+        resources, words = ray.cluster_resources(), {"CPU": "CPU cores", "GPU": "GPUs", "NPU": "NPUs"}
+        units = [f"{resources[unit]:g} {word}" for unit, word in words.items() if unit in resources]
+        there = ", ".join([counted(sum(node["Alive"] for node in ray.nodes()), "machine"), *units])
+        found = f"{'starts here' if cluster.is_local else 'joined'}: {there}"
         return Finding("ray", found + ("" if config is None else "; every rank has a place"))
     finally:
         cluster.close()
-
-
-def _describe_cluster() -> str:
-    import ray
-
-    resources, words = ray.cluster_resources(), {"CPU": "CPU cores", "GPU": "GPUs", "NPU": "NPUs"}
-    units = [f"{resources[unit]:g} {word}" for unit, word in words.items() if unit in resources]
-    return ", ".join([counted(sum(node["Alive"] for node in ray.nodes()), "machine"), *units])

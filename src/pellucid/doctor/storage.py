@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import tempfile
-from pathlib import Path
 
 from pellucid.config import Plan, RunConfig
 from pellucid.config.plan import size
@@ -28,12 +27,6 @@ _PLENTY = 100
 """Checkpoints that a disk may have room for without a word about their number."""
 
 
-def _existing(path: Path) -> Path:
-    """Return the path itself, or the nearest one above it that exists."""
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if os.path.lexists(place))
-
-
 def checkpoint_bytes(config: RunConfig, plan: Plan | None) -> int | None:
     """Return the size of one checkpoint; None when the models' files are not at hand."""
     if plan is None or plan.memory is None:
@@ -52,7 +45,8 @@ def check_run_directory(config: RunConfig, bytes_each: int | None) -> Finding:
     `bytes_each` is the size of one checkpoint; None when the model's files are not at hand.
     """
     name, run_dir = "run directory", RunDir(config.trainer.default_local_dir)
-    folder = _existing(run_dir.path)
+    path = run_dir.path.absolute()
+    folder = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:

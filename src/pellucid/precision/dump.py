@@ -188,7 +188,9 @@ def write_dump(folder: Path, dump: StageDump) -> list[Path]:
     assert len({entry.name for entry in dump.entries}) == len(dump.entries), "two entries have one name"
     for name in (CAPTURE, SAMPLES):
         (folder / name).unlink(missing_ok=True)
-    atomic_write(folder / DUMP, _dump_text(dump))
+    head = {"task": "statistics", "level": dump.about.level, "framework": "pytorch", "dump_data_dir": None}
+    data = _a_key_a_line({entry.name: _written(entry.groups) for entry in dump.entries})
+    atomic_write(folder / DUMP, f'{json.dumps(head)[:-1]}, "data": {data.rstrip()}}}\n')
     # As with msprobe without gradients of parameters, which have no parent.
     is_call = {entry.name: entry.parent for entry in dump.entries if ".parameters_grad." not in f"{entry.name}."}
     atomic_write(folder / CONSTRUCT, _a_key_a_line(is_call))
@@ -216,12 +218,6 @@ def write_about(folder: Path, about: About) -> Path:
     ]  # fmt: skip
     atomic_write(folder / CAPTURE, _a_key_a_line(content))
     return folder / CAPTURE
-
-
-def _dump_text(dump: StageDump) -> str:
-    head = {"task": "statistics", "level": dump.about.level, "framework": "pytorch", "dump_data_dir": None}
-    data = _a_key_a_line({entry.name: _written(entry.groups) for entry in dump.entries})
-    return f'{json.dumps(head)[:-1]}, "data": {data.rstrip()}}}\n'
 
 
 def _a_key_a_line(content: Mapping[str, Any]) -> str:

@@ -93,7 +93,9 @@ class Cluster:
         else:
             _check_reachable(address)
             self._connect(address=address)
-            self.device = _best_device() if config.trainer.device == "auto" else config.trainer.device
+            there = ray.cluster_resources()
+            best = next((kind for kind in ("cuda", "npu") if there.get(_RESOURCE[kind], 0)), "cpu")
+            self.device = best if config.trainer.device == "auto" else config.trainer.device
         try:
             if not self.is_local:
                 unit, alive = _RESOURCE[self.device], [node for node in ray.nodes() if node["Alive"]]
@@ -200,11 +202,6 @@ def _check_room(kind: str, pools: list[Pool], machines: list[tuple[str, int]]) -
                 f"{num_fitting} of the cluster's {len(sizes)} have as many ({found}).",
                 f"Add machines (`ray start --address=…` on each), or lower {section}.nnodes or n_gpus_per_node.",
             )
-
-
-def _best_device() -> str:
-    there = ray.cluster_resources()
-    return next((kind for kind in ("cuda", "npu") if there.get(_RESOURCE[kind], 0)), "cpu")
 
 
 def _check_reachable(address: str) -> None:
