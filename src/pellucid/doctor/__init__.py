@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pellucid.config import RunConfig, build_plan, read_model_facts
-from pellucid.config.plan import Plan
 from pellucid.doctor import hardware, network, software, storage
 from pellucid.doctor.findings import Finding, Status
 from pellucid.doctor.machine import Machine, read_machine
@@ -36,7 +35,10 @@ def examine(config: RunConfig | None, *, start_ray: bool) -> Iterator[Finding]:
         return
 
     yield software.check_torch_build(device)
-    plan = None if config is None else _plan(config)
+    plan = None
+    if config is not None:  # the rows are not read, and what is asked of the plan does not depend on their number
+        enough = config.data.train_batch_size * (config.trainer.critic_warmup + 1)
+        plan = build_plan(config, enough, read_model_facts(config.actor_rollout_ref.model.path))
     try:
         machine = read_machine(device)
     except UserError as error:
@@ -79,9 +81,3 @@ def _ranks_here(config: RunConfig, machine: Machine) -> int | None:
         there = len(machine.devices) or machine.cores
         return trainer.n_gpus_per_node if trainer.n_gpus_per_node <= there else None
     return config.num_ranks + sum(trainer.resource_pools.values())
-
-
-def _plan(config: RunConfig) -> Plan:
-    """Return the plan; the rows are not read, and what is asked of it here does not depend on their number."""
-    enough = config.data.train_batch_size * (config.trainer.critic_warmup + 1)
-    return build_plan(config, enough, read_model_facts(config.actor_rollout_ref.model.path))
