@@ -92,8 +92,7 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling."""
     rollout_correction_preset: Preset | None = None
-    """A named setting of the rollout-correction keys below; keys that are set themselves win over
-    it."""
+    """A named setting of the rollout-correction keys below; keys that are set themselves win over it."""
     rollout_is_threshold: Positive | None = None
     """Upper bound of the importance weights π_old ÷ π_rollout, and their main switch: null computes none."""
     rollout_is: bool = option(False, needs=_WEIGHTS)

@@ -66,8 +66,7 @@ class DataConfig(SourceConfig):
     filter_overlong_prompts: bool = True
     """Drop prompts longer than `max_prompt_length` before training and say how many were dropped."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a prompt that is too long when it was not filtered: stop with an error, or cut tokens away on
-    that side."""
+    """What happens to an overlong prompt that was not filtered: stop with an error, or cut tokens on that side."""
     return_raw_chat: bool = False
     """Keep the prompt's chat messages beside its tokens, for custom rewards that want them."""
     dataloader_num_workers: Annotated[int, Range(ge=0)] = 0

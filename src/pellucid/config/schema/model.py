@@ -28,8 +28,7 @@ class BaseModelConfig(LoadingConfig):
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null takes it from `path`."""
     dtype: Dtype = "float32"
-    """Number format the model computes in; the trained weights themselves stay float32, so that small updates are not
-    rounded away."""
+    """Number format the model computes in; trained weights stay float32, so that no small update is rounded away."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's own Hugging Face config to replace, e.g. `{attention_dropout: 0.0}`."""
     use_remove_padding: Literal[True] = True
@@ -57,5 +56,4 @@ class SftModelConfig(BaseModelConfig):
     path: str | None = None
     """The model to start from: `builtin`, a Hugging Face model folder, or a hub id; null starts from `init_config`."""
     init_config: dict[str, Any] | None = None
-    """Fields of a Hugging Face config, `model_type` among them, for a randomly initialised model; needs
-    `tokenizer_path`."""
+    """Fields of a Hugging Face config, with `model_type`, for a randomly initialised model; needs `tokenizer_path`."""

@@ -119,8 +119,7 @@ class ScheduleConfig:
     repeat: Count = option(1, needs=_STAGES)
     """Cycles of wait, warmup and active; 0 goes on to the end of the stage."""
     stages: list[StageName] = field(default_factory=list)
-    """Stages of this role that are sampled so, in the actor's block those of ref and rollout too; empty: no
-    schedule."""
+    """Stages of this role that are sampled so, in the actor's block those of ref and rollout too; empty: none."""
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,7 @@ class RolloutConfig:
     seed: int = option(0, link="${trainer.seed}")
     """Seed of the sampling noise; null follows `trainer.seed`."""
     verify_weights: Literal["first", "always", "off"] = "first"
-    """Which updates of a copy of the weights are compared with what the trainer sent; in one process there is no
-    copy."""
+    """Which updates of a copy of the weights are compared with what the trainer sent; one process has no copy."""
     update: Literal["keep", "finish", "abort"] = option("keep", needs=Needs("trainer.schedule", ("async",)))
     """What happens to requests under way when new weights come: keep lets them go on with these, finish waits for them,
     abort makes each a new request that begins with the tokens drawn so far."""

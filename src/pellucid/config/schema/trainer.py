@@ -68,8 +68,7 @@ class TrainerConfig(BaseTrainerConfig):
     balance_batch: bool = option(True, needs=_RAY)
     """Choose the samples of each rank so that all have about as many tokens."""
     stall_timeout_s: Annotated[float, Range(gt=0)] | None = 1800.0
-    """Seconds without progress after which the run ends and says where it stood, with all stacks; null never ends
-    it."""
+    """Seconds without progress after which the run ends and says where it stood, with all stacks; null: never."""
     max_restarts: Annotated[int, Range(ge=0)] = option(0, needs=_RAY)
     """Times the run starts again by itself from its last checkpoint after a rank died or stalled."""
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
