@@ -246,9 +246,8 @@ def _sums(gaps: _Gaps, old_logp: Tensor, block: _Weights | None) -> _Sums:
         return _Sums(*of_gaps, *[torch.zeros_like(of_gaps[0])] * 7)
     left = block.kept & usable
     applied = (block.weights - 1.0).masked_fill(~left, 0.0)
-    excess, low, high = (
-        (values * usable).sum(dim=1, dtype=torch.float64) for values in (block.excess, block.low, block.high)
-    )
+    of_block = (block.excess, block.low, block.high)
+    excess, low, high = ((values * usable).sum(dim=1, dtype=torch.float64) for values in of_block)
     num_catastrophic, num_kept = block.catastrophic.sum(dim=1).double(), left.sum(dim=1).double()
     square = applied.square().sum(dim=1)
     return _Sums(*of_gaps, excess, low, high, num_catastrophic, num_kept, applied.sum(dim=1), square)
@@ -447,8 +446,7 @@ def out_of_range(metrics: dict[str, float]) -> list[tuple[str, str]]:
     for name, (low, high, remedy) in HEALTH.items():
         value = metrics.get(name)
         if value is not None and not low <= value <= high:
-            wanted = " and ".join(
-                f"{words} {bound:g}" for words, bound in (("at least", low), ("at most", high)) if math.isfinite(bound)
-            )
+            bounds = (("at least", low), ("at most", high))
+            wanted = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
             warnings.append((name, f"{name} is {value:.3g}, {wanted} is healthy: {remedy}"))
     return warnings

@@ -386,9 +386,8 @@ def translate(user: Tree, defaults: Tree, notices: list[str]) -> None:
 def drop_targets(tree: Tree, notices: list[str]) -> None:
     """Remove the `_target_` keys of Hydra's instantiation, with one line for all."""
     if keys := [key for key, _ in walk(tree) if key.rpartition(".")[2] == "_target_"]:
-        notices.append(
-            f"Ignored {len(keys)} `_target_` key{'s' * (len(keys) > 1)}: classes are not chosen by name here."
-        )
+        ignored = f"{len(keys)} `_target_` key{'s' * (len(keys) > 1)}"
+        notices.append(f"Ignored {ignored}: classes are not chosen by name here.")
     for key in keys:
         remove(tree, key)
 

@@ -158,9 +158,8 @@ def _default_tools(user: Tree, tree: Tree, notices: list[str]) -> None:
         named = {tool for own in toolless for tool in own.get("tool_config", {})}
         if len(named) == 1:
             [profiler["tool"]] = named
-            notices.append(
-                f"global_profiler.tool: {profiler['tool']}, the one tool that profiled roles have settings of."
-            )
+            chosen = f"global_profiler.tool: {profiler['tool']}"
+            notices.append(f"{chosen}, the one tool that profiled roles have settings of.")
     if get(user, f"{PRECISION}.config_path") is not None and get(user, f"{PRECISION}.backend") is None:
         put(tree, f"{PRECISION}.backend", "msprobe")
         notices.append(f"{PRECISION}.backend: msprobe, whose file config_path names.")

@@ -81,10 +81,8 @@ def follow(tree: Tree, value: Any, section: str) -> Any:
         return follow(tree, target, key if isinstance(target, dict) else key.rpartition(".")[0])
 
     if isinstance(value, dict):
-        inside = {
-            name: f"{section}.{name}".lstrip(".") if isinstance(part, dict) else section for name, part in value.items()
-        }
-        return {name: follow(tree, part, inside[name]) for name, part in value.items()}
+        below = {name: f"{section}.{name}".lstrip(".") for name, part in value.items() if isinstance(part, dict)}
+        return {name: follow(tree, part, below.get(name, section)) for name, part in value.items()}
     if isinstance(value, list):
         return [follow(tree, item, section) for item in value]
     if value == "???":

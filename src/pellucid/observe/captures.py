@@ -240,9 +240,8 @@ class RunProfiler:
         if new := [file for file in manifest.files if file.step in done]:
             num_bytes = sum(file.bytes or 0 for file in new)
             left = [step for step in self._steps if step > max(done)]
-            more = (
-                f"; the {len(left)} to come take about {size(num_bytes * len(left))} more" if left and num_bytes else ""
-            )
+            to_come = f"; the {len(left)} to come take about {size(num_bytes * len(left))} more"
+            more = to_come if left and num_bytes else ""
             if late := sum(file.bytes is None for file in new):
                 more += f"; {late} are written when the run is over"
             said = f"profiled step {', '.join(map(str, done))}: {len(new)} files, {size(num_bytes)}{more} ({path})"

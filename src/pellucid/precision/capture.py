@@ -96,8 +96,7 @@ class NativeSession(Guarded):
         """Place the hooks; where one cannot be placed, none stays."""
         self._thread = threading.get_ident()
         # For good: to put the filters back would take away what other threads have set meanwhile.
-        # A module whose inputs need no gradient, such as an embedding, is told of its outputs' alone, which is as it
-        # should be.
+        # A module whose inputs need no gradient, such as an embedding, is rightly told of its outputs' alone.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         # The decoder's output object; its hidden states are those of the norm before it.
         warnings.filterwarnings("ignore", message="For backward hooks to be called")

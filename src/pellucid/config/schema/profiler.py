@@ -188,9 +188,7 @@ class GlobalNsysConfig:
 
 @dataclass(frozen=True)
 class PrecisionDebuggerConfig:
-    """Numbers of every layer, to find the first wrong one; the steps are `global_profiler.steps`, each stage a
-    capture.
-    """
+    """Numbers of every layer, to find the first wrong one: a capture of each stage in `global_profiler.steps`."""
 
     backend: Literal["native", "msprobe"] = "native"
     """Who measures: native, at little cost and on the rollout too, or msprobe (package mindstudio-probe), which

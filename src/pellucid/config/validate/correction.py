@@ -74,8 +74,6 @@ def _bypass(config: RunConfig) -> Iterator[UserError]:
         yield UserError("algorithm.rollout_is", reason, "Set it to false, or algorithm.loss_type: reinforce.")
     for index, rule in enumerate(algorithm.rollout_rs):
         if rule.level == "token" and not reinforce and loss_entry(loss).sequence_mean:
-            reason = (
-                f"token: a rejected token gets loss 0 here, but stays in the mean over its sequence that {loss} takes."
-            )
+            reason = f"token: a rejected token gets loss 0, but stays in the mean over its sequence that {loss} takes."
             remedy = "Reject whole sequences: level seq_mean, seq_sum or seq_max."
             yield UserError(f"algorithm.rollout_rs[{index}].level", reason, remedy)

@@ -262,10 +262,9 @@ def tool_times(timeline: Timeline) -> list[ToolTime]:
             taken_us[span.args.get("tool", TURN)].append(span.dur_us)
     whole_us = sum(map(sum, taken_us.values()))
     taken_us.pop(TURN, None)
+    num_steps, median = len(timeline.steps), statistics.median
     times = [
-        ToolTime(
-            name, sum(each) / whole_us, len(each) / len(timeline.steps), statistics.median(each) / 1e6, max(each) / 1e6
-        )
+        ToolTime(name, sum(each) / whole_us, len(each) / num_steps, median(each) / 1e6, max(each) / 1e6)
         for name, each in taken_us.items()
     ]
     return sorted(times, key=lambda tool: -tool.share)

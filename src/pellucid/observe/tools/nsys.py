@@ -133,6 +133,5 @@ def importer() -> str | None:
     """
     nsys, on_path = shutil.which("nsys"), shutil.which("QdstrmImporter")
     places = [Path(nsys).resolve().parents[1], Path("/usr/lib/nsight-systems")] if nsys else []
-    return on_path or next(
-        (str(found) for place in places for found in place.glob("host-linux-*/QdstrmImporter")), None
-    )
+    beside = (str(found) for place in places for found in place.glob("host-linux-*/QdstrmImporter"))
+    return on_path or next(beside, None)

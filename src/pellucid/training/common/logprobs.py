@@ -179,9 +179,8 @@ def token_log_probs(
     if ref_weight is not None and weight.shape[0] != ref_weight.shape[0]:
         reason = f"the reference has {ref_weight.shape[0]} tokens and the policy {weight.shape[0]}, so they have no KL."
         raise UserError("actor_rollout_ref.ref", reason, "Use a reference with the policy's vocabulary.")
-    results: Any = _ChunkedLogProbs.apply(
-        hidden, weight, targets, ref_hidden, ref_weight, temperature, with_entropy, compiled
-    )
+    how = temperature, with_entropy, compiled
+    results: Any = _ChunkedLogProbs.apply(hidden, weight, targets, ref_hidden, ref_weight, *how)
     return results
 
 
