@@ -1,8 +1,8 @@
 """An engine's state on disk: safetensors files of one process, or shards (torch.distributed.checkpoint) of ranks.
 
 State is {part: {tensor's name in one process: tensor}}, the parts being `model` and `optimizer`. Any number of ranks,
-and one process, read what any number has written, into the tensors that they have. `StagedWriter` writes from copies, in
-the background, while training changes the tensors themselves.
+and one process, read what any number has written, into the tensors that they have. `StagedWriter` writes from copies,
+in the background, while training changes the tensors themselves.
 """
 
 import warnings

@@ -1,5 +1,5 @@
-"""The rollout engine SGLang, always a server: `sglang_over_http.py` starts one in processes of its own or joins one, and
-speaks to it for `inference.py`; `server.py` and `scheduler_hooks.py` run in it.
+"""The rollout engine SGLang, always a server: `sglang_over_http.py` starts one in processes of its own, or joins one,
+and speaks to it for `inference.py`; `server.py` and `scheduler_hooks.py` run in it.
 """
 
 import ast
