@@ -40,7 +40,6 @@ def choose_device(name: str) -> torch.device:
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 """Environment of processes that train outside the main thread: `keep_freed_memory` acts on the main arena alone."""
 
-
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """By kind of device, the variable that says which of them a process sees; it is read when the first one is used."""
 

@@ -29,7 +29,6 @@ _LINE: list[tuple[str, str, str]] = [
     ("s/step", "timing_s/step", ".2f"),
 ]
 
-
 WatchStage = Callable[[str, int | None, int], AbstractContextManager[Any]]
 """Takes a stage's name, number of units (None: not counted) and the last finished step; gives a watched context, which
 hears of progress by `beat(num_done)`."""

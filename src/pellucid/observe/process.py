@@ -36,7 +36,6 @@ Result = TypeVar("Result")
 WRITE = "write_profile"
 """Span of what profiling itself takes: to start tools, and to write files."""
 
-
 _WHY_ABSENT = {
     Stage.ACTOR_COMPUTE_LOG_PROB: "With one mini-batch and one epoch the update's own pass gives the old log-probs.",
     Stage.ACTOR_UPDATE: "The policy rests during trainer.critic_warmup.",

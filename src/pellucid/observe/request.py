@@ -14,7 +14,6 @@ from pellucid.stages import Stage
 
 PRECISION_DEBUGGER = "precision_debugger"
 
-
 TO_THE_END = sys.maxsize
 """Units that are captured, of a window that ends with its stage."""
 

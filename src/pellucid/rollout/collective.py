@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -93,11 +93,10 @@ class BroadcastWeights:
 
     def is_in_reach(self) -> bool:
         """Tell whether a connection can be made from here."""
-        try:
+        with suppress(OSError):
             socket.create_connection((self.host, self.port), CONNECT_S).close()
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def to_json(self) -> str:
         """Return it as JSON."""

@@ -34,7 +34,6 @@ POLICY = "actor_rollout_ref.model.path"
 # What our attention and head compute differs from the architecture when one of these is set in its config.
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
 
-
 CLASSIFIER_HEADS = ("score", "classifier")
 """What transformers calls the output layer of sequence and token classifiers."""
 
