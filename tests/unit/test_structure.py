@@ -50,18 +50,18 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3085,
+    ("loop", *sorted(RUN - {"loop"})): 3030,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
-    ("config",): 3965,
+    ("config",): 3945,
     ("tasks", "data", "reward"): 1470,
-    ("training",): 2455,
+    ("training",): 2420,
     ("roles",): 590,
-    ("rollout",): 4470,
+    ("rollout",): 4400,
     ("agents",): 2770,
     ("ranks",): 1890,
-    ("observe",): 4885,
-    ("precision",): 3390,
+    ("observe",): 4800,
+    ("precision",): 3375,
     ("metrics", "files"): 1480,
     ("cli", "doctor"): 2195,
 }
@@ -69,7 +69,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 34_900
+MAX_LINES = 34_500
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}
