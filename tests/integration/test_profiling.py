@@ -90,7 +90,8 @@ def test_a_schedule_captures_exactly_its_window(
         overrides += [f"{section}.profiler.enable=true", f"{schedule}.skip_first=1", f"{schedule}.active=2"]
         overrides += [f"{schedule}.stages=[{','.join(stages)}]", f"{schedule}.unit={unit}"]
     mini_batches = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4")
-    game = (f"{ROLLOUT}.agent.name=env", f"{ROLLOUT}.agent.environment=attempts", "data.max_response_length=40") if unit == "turn" else ()
+    attempts = (f"{ROLLOUT}.agent.name=env", f"{ROLLOUT}.agent.environment=attempts")
+    game = (*attempts, "data.max_response_length=140", f"{ACTOR}.ppo_max_token_len_per_gpu=256") if unit == "turn" else ()
     work.train(*SHORT, *PPO, *mini_batches, *overrides, *game)
     content = manifest(work.run_dir)
     assert content["complete"], content["failures"]
