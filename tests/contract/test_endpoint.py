@@ -12,12 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_cases import CHAT, STREAM, assert_scored_alike, some_prompts, trainer_of
+from engine_cases import CHAT, STREAM, TOKENIZER, assert_scored_alike, some_prompts, trainer_of
 from openai import AsyncOpenAI
 from test_rollout_engine import make_engine
+from tiny import EOS
 
+from pellucid.agents.chat import Chat
 from pellucid.agents.endpoint import Endpoint, Recorder
 from pellucid.agents.llm import AgentLoop, sample_rollouts
+from pellucid.agents.tools import ToolCall
 from pellucid.config.schema.agent import AgentConfig
 from pellucid.errors import UserError
 from pellucid.rollout.requests import Completion, SamplingParams
@@ -50,12 +53,15 @@ def prompts_with_chats(count: int = 2):
 
 
 def rolled_out(engine, folder: Path, program: str, params: SamplingParams = PARAMS, count: int = 1, **settings):
-    """The trajectories of a program, and how long they took."""
-    file = folder / "agent.py"
-    file.write_text(ASK + program)
-    section = AgentConfig(name="endpoint", command=shlex.join([sys.executable, "-S", str(file)]), **settings)
-    agent = Endpoint(section, CHAT, 200, folder / "logs")
-    loop = AgentLoop(agent, "endpoint", CHAT, max_turns=None, close_agent=agent.close)
+    """The trajectories of a program that imports nothing but the standard library."""
+    (folder / "agent.py").write_text(ASK + program)
+    return of_command(engine, [sys.executable, "-S", str(folder / "agent.py")], folder, CHAT, params, count, **settings)
+
+
+def of_command(engine, command: list[str], folder: Path, chat: Chat, params: SamplingParams, count: int, **settings):
+    section = AgentConfig(name="endpoint", command=shlex.join(command), **settings)
+    agent = Endpoint(section, chat, 200, folder / "logs")
+    loop = AgentLoop(agent, "endpoint", chat, max_turns=None, close_agent=agent.close)
     try:
         return sample_rollouts(engine, prompts_with_chats(count), params, stream=STREAM, loop=loop)
     finally:
@@ -215,6 +221,55 @@ def test_two_event_loops_share_the_server_and_their_programs_run_beside_each_oth
         ]
     agent.close()
     assert [[rollout.outcome.failure for rollout in one.result()] for one in each] == [[""] * 6] * 2
+
+
+OPENAI_AGENT = """
+import asyncio, json, os
+from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_api
+
+set_default_openai_api("chat_completions")
+added = []
+
+@function_tool
+def add(a: int, b: int) -> str:
+    "Adds."
+    added.append(a + b)
+    return f"{a + b}="
+
+async def main():
+    settings = ModelSettings(max_tokens=6, temperature=0.3)
+    reviewer = Agent(name="Reviewer", instructions="9", model_settings=settings)
+    review = reviewer.as_tool("review", "Reviews.")
+    agent = Agent(name="Adder", instructions="12", tools=[add, review], model_settings=settings)
+    [message] = json.loads(os.environ["PELLUCID_PROMPT"])
+    first = await Runner.run(agent, message["content"])
+    more = [*first.to_input_list(), {"role": "user", "content": "+1="}]
+    second = Runner.run_streamed(agent, more)
+    async for _ in second.stream_events():
+        pass
+    print(json.dumps({"reward": 1, "columns": {"added": added, "said": [first.final_output, second.final_output]}}))
+
+asyncio.run(main())
+"""
+
+
+def test_a_program_of_openai_agents_unchanged(engine, trainer, tmp_path):
+    """Its tools, an agent as a tool of another one, and a run that goes on and is streamed."""
+    pytest.importorskip("agents", reason="needs openai-agents")
+
+    def calls_of(text, number):  # what a model of three layers would never write
+        called = {0: ToolCall("call0", "add", {"a": 3, "b": 4}), 1: ToolCall("call1", "review", {"input": "1+1="})}.get(number)
+        return ("", [called]) if called and len(text) else (text, [])
+
+    chat = Chat(TOKENIZER, [EOS], parse_calls=calls_of, templated=False)
+    (tmp_path / "agent.py").write_text(OPENAI_AGENT)
+    rollouts = of_command(engine, [sys.executable, str(tmp_path / "agent.py")], tmp_path, chat, PARAMS, 1)
+    assert [rollout.outcome.failure for rollout in rollouts] == ["", ""]
+    for rollout in rollouts:
+        main, reviewer = sorted(rollout.parts, key=lambda part: -len(part.turns))
+        assert len(main.turns) == 4 and len(reviewer.turns) == 1 and len(rollout.parts) == 2
+        assert rollout.outcome.columns["added"] == [7] and rollout.outcome.columns["said"][1] == rollout.text
+    assert_scored_alike(trainer, [part for rollout in rollouts for part in rollout.parts])
 
 
 def test_the_server_ends_with_the_loop(engine, tmp_path):

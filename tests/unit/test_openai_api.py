@@ -8,7 +8,7 @@ from functools import partial
 
 import httpx
 import pytest
-from openai import APIStatusError, BadRequestError, OpenAI
+from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 from test_chat import FAMILIES, chat_of
 
 from pellucid.agents.chat import Chat
@@ -283,6 +283,15 @@ def test_no_calls_are_looked_for_where_none_are_wanted(server):
     rollout = rolled_out(server, Scripted(call, call), talk)
     assert rollout.outcome.columns["said"] == (None, call, "stop", "tool_calls")
     assert not rollout.branches and '"name": "add"' in TOKENIZER.decode(rollout.prompt.token_ids)
+
+
+def test_another_part_of_the_api_is_told_from_a_fault(server):
+    def talk(url, token):
+        with pytest.raises(NotFoundError) as refused:
+            client_of(url, token).responses.create(model="any", input="Hello")
+        return str(refused.value)
+
+    assert "/v1/responses is not answered: chat/completions" in rolled_out(server, Scripted(), talk).outcome.columns["said"]
 
 
 def test_a_token_is_good_for_its_trajectory_alone(server):

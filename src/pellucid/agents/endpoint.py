@@ -222,6 +222,8 @@ class Endpoint:
             "PATH": self._path,
             "OPENAI_BASE_URL": self._server.url,
             "OPENAI_API_KEY": key,
+            # openai-agents would send each chat to OpenAI, with this key, and wait for its answer at the end.
+            "OPENAI_AGENTS_DISABLE_TRACING": os.environ.get("OPENAI_AGENTS_DISABLE_TRACING", "1"),
             **dict.fromkeys(
                 ("NO_PROXY", "no_proxy"), f"{os.environ.get('no_proxy', os.environ.get('NO_PROXY', ''))},127.0.0.1"
             ),

@@ -126,7 +126,7 @@ class OpenAIServer:
         paths = ("/v1/chat/completions", "/v1/completions")
         app = Starlette(
             routes=[Route(path, self._respond, methods=["POST"]) for path in paths],
-            exception_handlers={RequestError: _refusal},
+            exception_handlers={RequestError: _refusal, 404: _unknown},
         )
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
@@ -154,6 +154,11 @@ class OpenAIServer:
             (server, thread), self._running = self._running, None
             server.should_exit = True
             thread.join()
+
+
+def _unknown(request: "Request", error: Exception) -> "Response":
+    answered = "chat/completions and completions are, and frameworks can be set to use them"
+    return _refusal(request, RequestError(f"{request.url.path} is not answered: {answered}", "unknown_url", 404))
 
 
 def _refusal(request: "Request", error: Exception) -> "Response":
