@@ -14,7 +14,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,8 @@ from pellucid.types import Prompt, Rollout, Score
 
 POLL_S = 0.2
 """How often a trainer that waits looks whether something went wrong."""
+AGAIN_S = 5.0
+"""How long to wait for the answers to aborted requests before they are aborted again."""
 _DRAWN = ("token_ids", "logprobs", "versions")
 """What was drawn of a sample that was begun."""
 
@@ -101,7 +103,11 @@ class _Valve:
         """Close, and return when every request under way is answered with what was drawn so far."""
         self._open.clear()
         await self._engine.pause("abort")
-        await self._idle.wait()
+        while self.num_under_way:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), AGAIN_S)
+            if self.num_under_way:  # a request on its way to another process may have come there after the pause
+                await self._engine.pause("abort")
 
     async def go_on(self) -> None:
         """Open again."""
