@@ -299,5 +299,9 @@ def test_functions_that_cannot_be_told_apart_are_refused(tmp_path):
         (tmp_path / f"{name}.py").write_text(SEVERAL)
     with pytest.raises(UserError, match="two functions are called 'right'"):
         scorer_of(None, "compute_score", 1, 1.0, {f"{tmp_path / name}.py:right": 1.0 for name in ("a", "b")})
+    for name, reason in (("verifer", "neither 'verifier' nor an import path"), ("nowhere.py:right", "does not exist")):
+        with pytest.raises(UserError, match=reason) as caught:
+            scorer_of(None, "compute_score", 1, 1.0, {name: 1.0})
+        assert caught.value.field == "reward_model.functions"
     with pytest.raises(UserError, match="beside reward_model"):
         scorer_of("r.py", "compute_score", 1, 1.0, {"verifier": 1.0})

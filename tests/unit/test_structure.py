@@ -54,7 +54,7 @@ BUDGETS = {
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
     ("config",): 3945,
-    ("tasks", "data", "reward"): 1470,
+    ("tasks", "data", "reward"): 1475,
     ("training",): 2420,
     ("roles",): 590,
     ("rollout",): 4400,

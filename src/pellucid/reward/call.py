@@ -62,20 +62,22 @@ def verify_with_task(
 
 
 @cache
-def load_reward_function(spec: str | None) -> Callable[..., Any]:
+def load_reward_function(spec: str | None, field: str = FIELD) -> Callable[..., Any]:
     """Return the reward function at `file.py:name` or `pkg.mod:name`; None stands for the task's verifier.
+
+    `field` is the config key that errors name.
 
     Raises:
         UserError: it cannot be loaded, is not callable, or does not take the four keywords.
     """
     if spec is None:
         return verify_with_task
-    function = load_object(spec, FIELD)
+    function = load_object(spec, field)
     try:
         inspect.signature(function).bind(**dict.fromkeys(KEYWORDS))
     except TypeError as error:
         raise UserError(
-            FIELD, f"'{spec}' cannot be called ({error}).", f"It must take the arguments {', '.join(KEYWORDS)}."
+            field, f"'{spec}' cannot be called ({error}).", f"It must take the arguments {', '.join(KEYWORDS)}."
         ) from error
     return function
 

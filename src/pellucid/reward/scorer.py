@@ -211,11 +211,15 @@ def make_scorer(config: RewardConfig) -> Scorer:
     custom, named = config.custom_reward_function, config.functions
     if custom.path is not None and named:
         raise UserError(f"{FIELD}.path", "is set beside reward_model.functions.", "Name the function among these.")
+    if unknown := next((name for name in named or () if ":" not in name and name != VERIFIER), None):
+        reason = f"'{unknown}' is neither '{VERIFIER}' nor an import path."
+        raise UserError("reward_model.functions", reason, "Write it as 'file.py:name' or 'package.module:name'.")
+    field = FIELD if named is None else "reward_model.functions"
     if custom.path is not None:
         named = {f"{custom.path}:{custom.name}": 1.0}
     functions = [RewardFunction(_spec(name), weight) for name, weight in (named or {VERIFIER: 1.0}).items()]
     for function in functions:
-        load_reward_function(function.spec)
+        load_reward_function(function.spec, field)
     names = [function.name for function in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError("reward_model.functions", f"two functions are called '{twice}'.", "Rename one.")
