@@ -58,7 +58,7 @@ def train(run: Run, job: Job) -> None:
             # The line goes out before the checkpoint: a kill in between repeats step and line, and loses neither.
             asked = run.log(step, metrics | speed_metrics(run, step, metrics["perf/total_num_tokens"]))
             stopping = bool(stop)
-            if last or stopping or is_due(step, trainer.save_freq) or asked & {"checkpoint", "stop"}:
+            if last or stopping or is_due(step, trainer.save_freq) or asked & {"checkpoint", "stop", "end"}:
                 with run.stage(Stage.SAVE_CHECKPOINT, step):
                     save_checkpoint(run, step, schedule.save)
             if stopping and not last:
@@ -68,6 +68,9 @@ def train(run: Run, job: Job) -> None:
                     markup=False,
                 )
                 raise StopRequested(stop[0])
+            if "end" in asked and not last:
+                console.print(f"ended after step {step}, as asked, with {run.total_steps - step} left.", markup=False)
+                return
             if "stop" in asked and not last:
                 raise RunFailedError(f"an alert has stopped the run after step {step}; its checkpoint was written.")
 

@@ -5,7 +5,7 @@ Data and reward are checked before the plan is printed, the plan before the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,13 +24,15 @@ from pellucid.config import RunConfig, build_plan, read_model_facts
 from pellucid.config.plan import plan_rows
 from pellucid.console import console, notice
 from pellucid.data import PromptLoader, build_prompts
+from pellucid.errors import UserError
 from pellucid.failures import Given, failure_kept
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir
 from pellucid.loading import run_loop, run_tokenizer
 from pellucid.metrics.alerts import Alerts, post
+from pellucid.metrics.best import KeepBest
 from pellucid.metrics.display import StepDisplay
-from pellucid.metrics.trackers import Trackers
+from pellucid.metrics.trackers import Trackers, read_metrics
 from pellucid.observe.captures import RunProfiler, controller_request
 from pellucid.observe.process import ProcessProfiler
 from pellucid.observe.replica_tracks import ReplicaTracks
@@ -74,6 +76,8 @@ class Run:
     display: StepDisplay
     trackers: Trackers
     alerts: Alerts
+    callbacks: Sequence[Callback]
+    """What is asked after each step, beside the alerts."""
     total_steps: int
     first_step: int = 1
     """The next step to run; later than 1 after a resume."""
@@ -133,7 +137,12 @@ class Run:
             self.run_dir.note_alert(asdict(alert))
             if alert.url is not None:
                 post(str(self.run_dir.path), alert)
-        return {alert.action for alert in begun}
+        answers = [(callback, callback(self, step, metrics)) for callback in self.callbacks]
+        for callback, answer in answers:
+            if answer not in (None, "checkpoint", "end"):
+                reason = f"{callback} returned {answer!r}."
+                raise UserError("callbacks", reason, "Let it return None, 'checkpoint' or 'end'.")
+        return {alert.action for alert in begun} | {answer for _, answer in answers if answer}
 
     def close(self) -> None:
         """End captures, the ranks and the timeline; scorer and trackers belong to who opened them."""
@@ -143,6 +152,11 @@ class Run:
             parts.callback(self.profiler.process.flush)
             parts.callback(self.tracks.close)
             parts.callback(self.loop.close)
+
+
+Callback = Callable[[Run, int, dict[str, float]], Literal["checkpoint", "end"] | None]
+"""Is shown the run, a finished step (0: the validation before the first) and its metrics; may ask for a checkpoint, or
+that the run ends after this step, with one."""
 
 
 @dataclass
@@ -203,10 +217,19 @@ def print_plan(config: RunConfig, num_train_prompts: int) -> None:
 
 
 def build_run(
-    config: RunConfig, run_dir: RunDir, inputs: Inputs, trackers: Trackers, first_step: int, watchdog: Watchdog
+    config: RunConfig,
+    run_dir: RunDir,
+    inputs: Inputs,
+    trackers: Trackers,
+    first_step: int,
+    watchdog: Watchdog,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Place the roles that the algorithm needs and assemble the run, as it starts anew until `restore` is called."""
     alerts = Alerts(config.trainer.alerts)
+    store = CheckpointStore(run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep)
+    rows = read_metrics(run_dir.metrics) if first_step > 1 else []
+    keep_best = [KeepBest(config.trainer, rows, store)] if config.trainer.keep_best else []
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     loader = PromptLoader(inputs.train_prompts, config.data.train_batch_size, config.data.shuffle, seed)
     total_steps = num_steps(config, loader.steps_per_epoch)
@@ -237,7 +260,7 @@ def build_run(
     return Run(
         config=config,
         run_dir=run_dir,
-        store=CheckpointStore(run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep),
+        store=store,
         placement=placement,
         tokenizer=inputs.tokenizer,
         token_pieces=TokenPieces(inputs.tokenizer),
@@ -252,6 +275,7 @@ def build_run(
         display=StepDisplay(total_steps, first_step - 1, watch=watchdog.stage),
         trackers=trackers,
         alerts=alerts,
+        callbacks=[*keep_best, *callbacks],
         total_steps=total_steps,
         first_step=first_step,
     )

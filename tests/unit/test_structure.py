@@ -23,6 +23,8 @@ RUN = {
     "interrupt", "failures", "sft",
 }  # fmt: skip
 """What makes a run and drives it, above the rooms."""
+API = {"api", "session", "trained"}
+"""What the command line and scripts call, above a run."""
 MAY_IMPORT = {
     "algo": {"config.schema"},
     "config": {"errors", "stages", "algo.catalog"},
@@ -40,7 +42,8 @@ MAY_IMPORT = {
     "agents": BASE | {"tasks", "rollout", "config.schema"},
     "ranks": BASE | ROOMS | RUN,
     "doctor": BASE | ROOMS | RUN,
-    "cli": BASE | ROOMS | RUN | {"doctor"},
+    "cli": BASE | ROOMS | RUN | API | {"doctor"},
+    **dict.fromkeys(API, BASE | ROOMS | RUN | API),
     **dict.fromkeys(BASE, BASE),
     **dict.fromkeys(RUN, BASE | ROOMS | RUN),
 }
@@ -54,7 +57,8 @@ BUDGETS = {
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
     ("config",): 3945,
-    ("tasks", "data", "reward"): 1475,
+    tuple(sorted(API)): 650,
+    ("tasks", "data", "reward"): 1495,
     ("training",): 2420,
     ("roles",): 590,
     ("rollout",): 4400,
@@ -62,14 +66,14 @@ BUDGETS = {
     ("ranks",): 1890,
     ("observe",): 4800,
     ("precision",): 3375,
-    ("metrics", "files"): 1480,
-    ("cli", "doctor"): 2195,
+    ("metrics", "files"): 1555,
+    ("cli", "doctor"): 1850,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 34_500
+MAX_LINES = 34_900
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}
@@ -192,7 +196,7 @@ def test_every_room_imports_only_what_the_table_allows():
         room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for module, line in imports_of(path):
             target = module.split(".")[0]
-            allowed = MAY_IMPORT.get(room, set())
+            allowed = {"api", "threads"} if room == "__init__" else MAY_IMPORT.get(room, set())
             if target != room and target not in allowed and ".".join(module.split(".")[:2]) not in allowed:
                 violations.append(f"{name_of(path)}:{line}: {room} imports {module}")
     assert not violations

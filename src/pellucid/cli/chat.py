@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from pellucid.cli.evaluate import Asked, Device, LikeRecipe, Model, load_asked
+from pellucid.cli.evaluate import Device, LikeRecipe, Model
 from pellucid.cli.rollouts import tool_line, visible
 from pellucid.console import console
 from pellucid.errors import UserError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pellucid.agents.chat import Chat, Message
     from pellucid.agents.llm import AgentLoop, Llm
     from pellucid.rollout.requests import SamplingParams
+    from pellucid.trained import Asked
 
 AGAIN, END = "/new", "/end"
 
@@ -37,6 +38,7 @@ def chat(
     [bold]pellucid chat outputs/pellucid/demo[/bold]
     """
     from pellucid.rollout.requests import SamplingParams
+    from pellucid.trained import load_asked
 
     asked = load_asked(model, recipe, device_name)
     section = asked.config.actor_rollout_ref.rollout.agent
@@ -52,7 +54,7 @@ def chat(
                 console.print("A new chat.", style="dim")
 
 
-def _loop(asked: Asked) -> "AgentLoop":
+def _loop(asked: "Asked") -> "AgentLoop":
     """Return the tools of the run or recipe, without the limits of its trajectories."""
     from pellucid.agents.chat import Chat
     from pellucid.agents.llm import AgentLoop
@@ -74,7 +76,7 @@ def _loop(asked: Asked) -> "AgentLoop":
     return loop
 
 
-async def _talk(asked: Asked, loop: "AgentLoop", params: "SamplingParams") -> bool:
+async def _talk(asked: "Asked", loop: "AgentLoop", params: "SamplingParams") -> bool:
     """Hold one chat, and tell whether another one is to follow."""
     from pellucid.agents.llm import Llm, Sample, TrajectoryEndError
     from pellucid.types import Prompt
@@ -111,7 +113,7 @@ def _ask() -> str:
             return said
 
 
-def _start(asked: Asked, chat: "Chat", messages: "list[Message]") -> list[int]:
+def _start(asked: "Asked", chat: "Chat", messages: "list[Message]") -> list[int]:
     from pellucid.data.prompts import encode_texts, uses_template
 
     if uses_template(asked.tokenizer, asked.config.data.chat_template):
@@ -120,7 +122,7 @@ def _start(asked: Asked, chat: "Chat", messages: "list[Message]") -> list[int]:
 
 
 async def _answered(
-    llm: "Llm", chat: "Chat", messages: "list[Message]", longest: int, asked: Asked
+    llm: "Llm", chat: "Chat", messages: "list[Message]", longest: int, asked: "Asked"
 ) -> "list[Message]":
     """Show the model's turns up to one without calls of tools, and return the chat with them."""
     while True:

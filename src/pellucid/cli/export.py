@@ -1,24 +1,16 @@
 """`pellucid export`: writes a run's checkpoint as a model folder that plain `transformers` loads with identical logits.
 
 With `--critic` it writes the run's value model as a classifier with one label, for another critic or a reward model.
-`load_trained` is also how `pellucid eval` and `pellucid chat` find the model of a run.
 """
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pellucid.console import console
 from pellucid.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from pellucid.config import RunConfig
-    from pellucid.files.rundir import RunDir
 
 Dtype = StrEnum("Dtype", ["float32", "bfloat16"])
 
@@ -28,6 +20,7 @@ def export(
     out: Annotated[Path, typer.Option(help="The model folder to write.")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; the last one by default.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.float32,
+    best: Annotated[bool, typer.Option("--best", help="The best one by the run's trainer.keep_best.")] = False,
     critic: Annotated[
         bool, typer.Option("--critic", help="The run's critic, for critic.model.path or reward_model.model.path only.")
     ] = False,
@@ -36,9 +29,13 @@ def export(
     if out.exists() and any(out.iterdir()):
         raise UserError("--out", f"the folder '{out}' is not empty.", "Choose a new folder.")
 
+    if best:
+        step = _best_step(run)
+
     import torch
 
     from pellucid.loading import torch_dtype
+    from pellucid.trained import load_trained
     from pellucid.training.common.models import save_hf_model
     from pellucid.training.common.value_models import as_classifier
 
@@ -47,61 +44,24 @@ def export(
     console.print(f"wrote {out}", markup=False)
 
 
-def load_trained(
-    path: str, device: "torch.device", *, step: int | None = None, critic: bool = False
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase", "RunConfig | None"]:
-    """Return model and tokenizer of a run, a checkpoint, a model folder, a hub id or `builtin`; and a run's config.
-
-    Of a run it takes the checkpoint of `step`, or the last one; its policy, or with `critic` its value model, which has
-    the policy's tokenizer.
+def _best_step(run: Path) -> int:
+    """Return the step of a run's best checkpoint.
 
     Raises:
-        UserError: nothing usable is there.
+        UserError: the run keeps none, or has measured nothing yet.
     """
-    from pellucid.config import SftConfig, load_config
-    from pellucid.loading import load_critic, load_policy, run_tokenizer
-    from pellucid.run_state import CRITIC_FOLDER
-    from pellucid.sft import run_config
-    from pellucid.training.checkpoint import load_trained_weights
-    from pellucid.training.common.models import load_model, load_tokenizer, model_folder
-
-    run, weights = _find_checkpoint(path, step) or (None, Path(path))
-    if critic and not (weights := weights / CRITIC_FOLDER).is_dir():
-        reason = f"'{weights.parent}' holds no critic."
-        raise UserError("--critic", reason, "Give a run with algorithm.adv_estimator: gae, which trains one.")
-    if run is None:
-        return load_model(path, device=device), load_tokenizer(model_folder(path)), None
-    if "actor_rollout_ref:" in run.config_yaml.read_text():
-        config = load_config(run.config_yaml, []).config
-    else:
-        config = run_config(load_config(run.config_yaml, [], SftConfig).config, run)
-    model = load_critic(config, device) if critic else load_policy(config, device)
-    load_trained_weights(model, weights)
-    return model, run_tokenizer(config), config
-
-
-def _find_checkpoint(path: str, step: int | None) -> tuple["RunDir", Path] | None:
-    """Return the run at `path` and its verified checkpoint, or None when no run is there.
-
-    The checkpoint is `path` itself when that is one, else the run's checkpoint of `step`, or its last one.
-
-    Raises:
-        UserError: the run has no checkpoint, or none of `step`, or it is damaged.
-    """
+    from pellucid.config import load_config
     from pellucid.files.checkpoint_store import CheckpointStore
     from pellucid.files.rundir import RunDir
+    from pellucid.metrics.best import best_step
+    from pellucid.metrics.trackers import read_metrics
 
-    folder = Path(path)
-    run_path = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    if not (run_path / "config.yaml").is_file():
-        return None
-    run = RunDir.open(run_path)
-    store = CheckpointStore(run.checkpoints)
-    if run_path != folder:
-        return run, store.verify(folder)
-    if not (steps := store.steps()):
-        raise UserError("RUN", f"'{run_path}' has no checkpoint yet.", "Wait for the first one (trainer.save_freq).")
-    if step not in (None, *steps):
-        reason = f"'{run_path}' has no checkpoint of step {step}."
-        raise UserError("--step", reason, f"It has: {', '.join(map(str, steps))}.")
-    return run, store.verify(steps[-1] if step is None else step)
+    folder = RunDir.open(run)
+    trainer = load_config(folder.config_yaml, []).config.trainer
+    if trainer.keep_best is None:
+        raise UserError("--best", "the run names no metric.", "Train with trainer.keep_best, or give --step.")
+    steps = CheckpointStore(folder.checkpoints).steps()
+    step = best_step(read_metrics(folder.metrics), trainer.keep_best, trainer.keep_best_mode, steps)
+    if step is None:
+        raise UserError("--best", f"no checkpoint has a value of {trainer.keep_best}.", "Give --step.")
+    return step

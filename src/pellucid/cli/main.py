@@ -24,7 +24,9 @@ from pellucid.cli.profile import app as profile_app
 from pellucid.cli.rollouts import rollouts_command
 from pellucid.cli.serve import serve
 from pellucid.console import error_console
-from pellucid.errors import RunFailedError, UserError
+from pellucid.errors import NonFiniteError, RunFailedError, UserError
+from pellucid.interrupt import StopRequested
+from pellucid.observe.stall import StallError
 from pellucid.threads import yield_while_waiting
 
 app = typer.Typer(
@@ -99,6 +101,10 @@ def main() -> None:
     except RunFailedError as error:
         error_console.print(str(error), style="red", markup=False)
         sys.exit(1)
+    except (NonFiniteError, StallError):  # the run has said what there is to say
+        sys.exit(1)
+    except StopRequested as stop:
+        sys.exit(128 + stop.signal_number)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

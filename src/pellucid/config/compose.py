@@ -6,6 +6,7 @@ The result holds only keys that the user set, with interpolations unresolved; `l
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,11 +46,12 @@ def read_yaml(path: Path) -> DictConfig:
     return tree
 
 
-def compose_user_tree(source: str | Path | None, overrides: list[str]) -> Tree:
+def compose_user_tree(source: str | Path | Mapping[str, Any] | None, overrides: list[str]) -> Tree:
     """Compose a recipe and overrides into the tree of keys that the user set.
 
     Args:
-        source: the recipe's path; its folder is the search path of its `defaults:` list. None starts empty.
+        source: the recipe's path, whose folder is the search path of its `defaults:` list, or its keys, with the
+            working directory as that. None starts empty.
         overrides: Hydra's grammar: `key=value`, `+key=value`, `++key=value`, `~key`, `group@package=option`.
 
     Raises:
@@ -62,8 +64,9 @@ def compose_user_tree(source: str | Path | None, overrides: list[str]) -> Tree:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    folder = Path(source).resolve().parent if source else Path.cwd()
-    recipe = read_yaml(Path(source)) if source else OmegaConf.create()
+    named = source if isinstance(source, str | Path) else None
+    folder = Path(named).resolve().parent if named else Path.cwd()
+    recipe = read_yaml(Path(named)) if named else OmegaConf.create(dict(source) if isinstance(source, Mapping) else {})
     words = [_BARE_TASK.sub(r'\1="\2"', word) for word in overrides]
     parsed = [_parse(word) for word in words]
     # Others set a key, also one that the recipe does not mention.
@@ -79,10 +82,10 @@ def compose_user_tree(source: str | Path | None, overrides: list[str]) -> Tree:
             for each in parsed:
                 OmegaConf.update(tree, each.key_or_group, each.value(), merge=True, force_add=True)
     except yaml.YAMLError as error:
-        raise _syntax_error(error, str(source)) from error
+        raise _syntax_error(error, str(named)) from error
     except (HydraException, OmegaConfBaseException) as error:
-        reason = str(error).split("\nfull_key")[0].replace(RECIPE, str(source))
-        raise UserError(str(source or "overrides"), f"cannot be composed: {reason.strip()}") from error
+        reason = str(error).split("\nfull_key")[0].replace(RECIPE, str(named or "the config"))
+        raise UserError(str(named or "overrides"), f"cannot be composed: {reason.strip()}") from error
     plain: Any = OmegaConf.to_container(tree, resolve=False)
     return plain
 

@@ -6,10 +6,9 @@ compose (Hydra) → old spellings → unknown keys → defaults that depend on o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -38,27 +37,38 @@ class Loaded(Generic[Root]):
     notices: list[str]
     """Lines to print once before the run starts."""
 
-    @cached_property
+    @property
     def yaml(self) -> str:
         """The resolved YAML; loading it again gives the same config."""
-        from omegaconf import OmegaConf
-
-        return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(self.config)))
+        return resolved_yaml(self.config)
 
 
-def load_config(source: str | Path | None, overrides: list[str], root: type[Root] = RunConfig) -> Loaded[Root]:
+def resolved_yaml(config: RunConfig | SftConfig) -> str:
+    """Return a checked config as YAML; loading it again gives the same config."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | None,
+    overrides: list[str],
+    root: type[Root] = RunConfig,
+    sections: Mapping[str, Any] | None = None,
+) -> Loaded[Root]:
     """Load a recipe.
 
     Args:
-        source: path of the YAML recipe; None starts from the defaults.
+        source: path of the YAML recipe, or its keys; None starts from the defaults.
         overrides: command-line overrides in Hydra's grammar.
         root: `RunConfig` or `SftConfig`.
+        sections: keys that win over the recipe's.
 
     Raises:
         UserError: anything wrong with the recipe or the overrides, named by its full key (`ConfigError` for several).
     """
     notices: list[str] = []
-    user, defaults = compose_user_tree(source, overrides), defaults_tree(root)
+    user, defaults = merged(compose_user_tree(source, overrides), dict(sections or {})), defaults_tree(root)
     drop_targets(user, notices)
     translate(user, defaults, notices)
     _drop_nulls(user, defaults)

@@ -71,7 +71,7 @@ def build_prompts(
     starts = range(0, len(rows), _CHUNK)
 
     def encode(start: int) -> list[Prompt]:
-        encoded = _encode_chunk(rows[start : start + _CHUNK], start, config, tokenizer, split, list(tools))
+        encoded = encode_rows(rows[start : start + _CHUNK], start, config, tokenizer, split, list(tools))
         for prompt in () if keep_messages or config.return_raw_chat else encoded:
             prompt.messages = None
         return encoded
@@ -161,7 +161,7 @@ def _read_rows(config: DataConfig, tokenizer: Any, split: str, field: str) -> li
     return rows[:limit]
 
 
-def _encode_chunk(
+def encode_rows(
     rows: list[dict[str, Any]],
     start: int,
     config: DataConfig,

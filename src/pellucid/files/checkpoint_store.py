@@ -31,7 +31,7 @@ _LEFTOVER_NAME = re.compile(r"(global_step_\d+)\.(tmp|trash|replaced)-\d+")
 
 
 class CheckpointStore:
-    """The checkpoints below `directory`, of which the `keep` last saved stay (None keeps all).
+    """The checkpoints below `directory`: the `keep` last saved stay (None keeps all), and that of step `spared`.
 
     As a context manager it waits at the end for the checkpoint that is written in the background.
     """
@@ -39,6 +39,7 @@ class CheckpointStore:
     def __init__(self, directory: Path | str, keep: int | None = None) -> None:
         assert keep is None or keep >= 1, "a store that keeps no checkpoint cannot save one"
         self.directory, self.keep = Path(directory), keep
+        self.spared: int | None = None
         self._saving: Future[None] | None = None
 
     def __enter__(self) -> Self:
@@ -135,6 +136,8 @@ class CheckpointStore:
         fsync_dir(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
         for old in self.steps()[: -self.keep] if self.keep else []:
+            if old == self.spared:
+                continue
             trash = self._beside(old, "trash")
             self.path(old).rename(trash)
             fsync_dir(self.directory)

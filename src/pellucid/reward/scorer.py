@@ -6,13 +6,15 @@ once, then becomes a `RewardFailure`: it is never scored as zero.
 
 from __future__ import annotations
 
-import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from queue import SimpleQueue
+from types import ModuleType
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
@@ -158,7 +160,7 @@ class Scorer:
         pool = self._pool
         if pool is None or not pool.active:
             self.close()  # a worker that died between two calls has broken it
-            context = multiprocessing.get_context("forkserver")  # no fork of a process that has threads and a model
+            context = _Workers()  # no fork of a process that has threads and a model
             context.set_forkserver_preload(["pellucid.reward.call"])
             initial = {"initializer": start_worker, "initargs": [self._functions]}
             pool = self._pool = ProcessPool(self._num_workers, **initial, context=context)
@@ -179,6 +181,23 @@ class Scorer:
             case ProcessExpired() | BrokenProcessPool():
                 return Score(None, failure=RewardFailure("exception", f"the worker process died: {error}")), 0.0
         return Score(None, failure=RewardFailure("exception", f"{type(error).__name__}: {error}")), 0.0
+
+
+class _Worker(ForkServerProcess):
+    """A process that does not run the user's script again, which would train once more without a main guard."""
+
+    def start(self) -> None:
+        """Start it; its functions come from import paths."""
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = script
+
+
+class _Workers(ForkServerContext):
+    Process = _Worker
 
 
 def _own_score(outcome: Outcome) -> Score:

@@ -45,6 +45,13 @@ class BaseTrainerConfig:
     """Steps between checkpoints; -1 or 0 saves only at the end."""
     test_freq: Frequency = option(-1, needs=_VALIDATION)
     """Steps between validations; -1 or 0 validates only at the end, when there are validation rows."""
+    keep_best: str | None = None
+    """Metric whose best step is kept as a checkpoint beside the newest ones, e.g. `val/gsm8k/accuracy`;
+    `pellucid export --best` takes it."""
+    keep_best_mode: Literal["max", "min"] = option("max", needs=Needs(".keep_best"))
+    """Whether its largest or smallest value is the best."""
+    early_stopping_patience: Positive | None = option(None, needs=Needs(".keep_best"))
+    """The run ends once that metric was measured so many times without getting better; null: never."""
     seed: int = 0
     """The run's seed; every random stream is derived from it."""
 

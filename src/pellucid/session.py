@@ -1,0 +1,242 @@
+"""A run from its checked config to its end: inputs, plan, resume, loop, record, restarts, in that order.
+
+`pellucid train` and `pellucid.train` both call `train_run`. The first mistake stops it, before a model is touched. What
+a run is made of is in `run.py`, what it does in `loop.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from pellucid import devices
+from pellucid.config import RunConfig, SftConfig
+from pellucid.config.load import resolved_yaml
+from pellucid.console import console, error_console, log_to, notice
+from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, RunFailedError
+from pellucid.files.checkpoint_store import CheckpointStore
+from pellucid.files.rundir import RunDir, atomic_write
+from pellucid.interrupt import StopRequested
+from pellucid.learn import learn, publish
+from pellucid.loop import train
+from pellucid.metrics.best import KeepBest
+from pellucid.metrics.trackers import TrackerContext, Trackers, open_trackers, read_metrics
+from pellucid.observe.captures import check_tools, finish
+from pellucid.observe.stall import StallEnding, StallError
+from pellucid.produce import produce
+from pellucid.ranks import RankFailedError
+from pellucid.run import Callback, Inputs, Run, build_run, load_inputs, num_steps, print_plan
+from pellucid.run_state import checkpoint_step, find_checkpoint, restore
+from pellucid.schedules import Job
+from pellucid.sft import SUPERVISED, load_sft_inputs, run_config, save_model
+from pellucid.validation import validate
+
+
+def train_run(config: RunConfig, callbacks: Sequence[Callback] = (), *, recorded: bool = False) -> RunDir | None:
+    """Train as the config says, and return the run's folder; None where nothing was left to train.
+
+    Args:
+        config: a checked config.
+        callbacks: asked after each step.
+        recorded: nsys records this process, and finishes its captures itself.
+
+    Raises:
+        UserError: anything wrong with the data, a function or a checkpoint.
+        StopRequested: a signal stopped the run after a step, with a checkpoint.
+        NonFiniteError: NaN or Inf; the batch was saved.
+        StallError: a stage took too long.
+        RankFailedError: a rank failed once more than `trainer.max_restarts` allows.
+    """
+    if config.trainer.ray_address is None:  # a cluster's devices are on other machines
+        devices.choose_device(config.trainer.device)
+    check_tools(config)
+    inputs = load_inputs(config)
+    print_plan(config, len(inputs.train_prompts))
+    run_dir = RunDir.create(config.trainer.default_local_dir)
+    with run_dir.lock(), log_to(run_dir.log), inputs.scorer:
+        began = time.time()
+        try:
+            job = Job(produce, learn, validate, publish)
+            return run_dir if _train(config, resolved_yaml(config), run_dir, inputs, job, callbacks=callbacks) else None
+        finally:
+            if not recorded:
+                finish(config, run_dir.path, since=began)
+
+
+def sft_run(config: SftConfig) -> RunDir | None:
+    """Fine-tune as the config says, leave the model in `<run>/model`, and return the run's folder; None where nothing
+    was left to train.
+
+    Raises:
+        UserError, StopRequested, NonFiniteError, StallError: as `train_run` does.
+    """
+    run_dir = RunDir.create(config.trainer.default_local_dir)
+    run = run_config(config, run_dir)
+    with run_dir.lock(), log_to(run_dir.log):
+        inputs = load_sft_inputs(config, run)
+        yaml = resolved_yaml(config)
+        return run_dir if _train(run, yaml, run_dir, inputs, SUPERVISED, at_end=save_model) else None
+
+
+@contextlib.contextmanager
+def prepared_run(config: RunConfig) -> Iterator[Run]:
+    """Give the run that a config describes, ready for a loop of one's own, and close it afterwards.
+
+    Its functions `produce`, `learn` and `publish` make one step; nothing is resumed, and nothing saved but what they
+    write.
+    """
+    inputs = load_inputs(config)
+    run_dir = RunDir.create(config.trainer.default_local_dir)
+    with run_dir.lock(), inputs.scorer, _opened(config, run_dir, inputs, Trackers({}), None, 1) as run:
+        atomic_write(run_dir.config_yaml, resolved_yaml(config))
+        yield run
+
+
+def validate_run(config: RunConfig) -> dict[str, float]:
+    """Validate once, without training, and return the metrics (`trainer.val_only`)."""
+    check_tools(config)
+    inputs = load_inputs(config)
+    run_dir = RunDir.create(config.trainer.default_local_dir)
+    with run_dir.lock(), log_to(run_dir.log), inputs.scorer:
+        checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
+        with _opened(config, run_dir, inputs, Trackers({}), checkpoint, 1) as run, run.display:
+            console.print(f"validating {checkpoint or 'the model as loaded'}", markup=False)
+            return validate(run, 0)
+
+
+def _train(
+    config: RunConfig,
+    yaml: str,
+    run_dir: RunDir,
+    inputs: Inputs,
+    job: Job,
+    callbacks: Sequence[Callback] = (),
+    at_end: Callable[[Run], None] = lambda run: None,
+) -> bool:
+    """Train from the last checkpoint to the end, and after a rank failed again as `trainer.max_restarts` allows.
+
+    Returns:
+        Whether there was anything left to train.
+    """
+    trainer, total_steps = config.trainer, num_steps(config, len(inputs.train_prompts) // config.data.train_batch_size)
+    checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
+    done = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    if done >= total_steps:
+        console.print(
+            f"this run is finished: its checkpoint is at step {done} of {total_steps}. Nothing was trained. To go on, "
+            "raise trainer.total_training_steps; to start anew, set trainer.default_local_dir to a new folder, or "
+            "trainer.resume_mode=disable.",
+            markup=False,
+        )
+        return False
+    if trainer.early_stopping_patience and checkpoint is not None:
+        rows = [row for row in read_metrics(run_dir.metrics) if row["step"] <= done]
+        if KeepBest(trainer, rows, CheckpointStore(run_dir.checkpoints)).is_over:
+            console.print(
+                f"this run has ended early at step {done}: {trainer.keep_best} got no better in "
+                f"trainer.early_stopping_patience={trainer.early_stopping_patience} measurements. Raise that to go on.",
+                markup=False,
+            )
+            return False
+    if checkpoint is not None:
+        left = f"{total_steps - done} of {total_steps} steps remain"
+        console.print(f"resuming from {checkpoint}: {left}", style="bold", markup=False)
+        _report_changes(run_dir, yaml)
+    started_ns, names = time.time_ns(), (trainer.project_name, trainer.experiment_name)
+    for restarts_left in reversed(range(trainer.max_restarts + 1)):
+        # Before the model: a tracker whose package is missing should cost no time.
+        context = TrackerContext(run_dir.path, *names, dataclasses.asdict(config), done or None)
+        trackers = open_trackers(trainer.logger, context)
+        try:
+            with _opened(config, run_dir, inputs, trackers, checkpoint, done + 1, callbacks) as run:
+                atomic_write(run_dir.config_yaml, yaml)
+                run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
+                with _recorded_exit(run):
+                    train(run, job)
+                    at_end(run)
+            break
+        except RankFailedError as error:
+            latest = CheckpointStore(run_dir.checkpoints).latest_since(started_ns)
+            if latest is not None:
+                checkpoint, done = latest, checkpoint_step(latest)
+            left = f"{error}\n" + (
+                f"the last checkpoint is of step {done}" if checkpoint else "there is no checkpoint yet"
+            )
+            if not restarts_left:
+                again = "Start the same command again" if checkpoint else "Mend the cause and start again"
+                raise RunFailedError(f"{left}.\n{again}, or let trainer.max_restarts do it.") from error
+            error_console.print(f"{left}.", style="red", markup=False)
+            where = checkpoint or "the beginning"
+            console.print(f"restarting from {where} ({restarts_left} restarts left)", markup=False)
+    return True
+
+
+@contextlib.contextmanager
+def _opened(
+    config: RunConfig,
+    run_dir: RunDir,
+    inputs: Inputs,
+    trackers: Trackers,
+    checkpoint: Path | None,
+    first_step: int,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[Run]:
+    """Build the run, restore its checkpoint and give it, watched for a stall, which raises `StallError`."""
+    stall = StallEnding(run_dir, config.trainer.stall_timeout_s)
+    with (
+        contextlib.closing(trackers),
+        contextlib.closing(build_run(config, run_dir, inputs, trackers, first_step, stall.watchdog, callbacks)) as run,
+    ):
+        stall.in_hand = run.roles.in_hand
+        if checkpoint is not None:
+            restore(run, checkpoint)
+        try:
+            with stall:
+                yield run
+        except StallError as error:
+            error.show()
+            raise
+
+
+@contextlib.contextmanager
+def _recorded_exit(run: Run) -> Iterator[None]:
+    """Write why the run ended into run.json, and say what to do after NaN or Inf."""
+    reason = "finished"
+    try:
+        yield
+    except (StopRequested, StallError) as error:
+        reason = str(error)
+        raise
+    except NonFiniteError as error:
+        reason = str(error)
+        latest, saved = run.store.latest(), error.folder
+        there = "" if saved is None else f"The batch is in {saved}. "
+        if saved and not error.quantity.endswith(UPDATED_WEIGHTS):
+            there += f"Repeat it alone: pellucid precision replay {saved}\n"
+        error_console.print(
+            f"{error}.\n{there}No checkpoint was written of it; the last one is "
+            f"{'none' if latest is None else f'step {latest}'}. Lower the learning rate, or train in float32, and "
+            "start again to continue from there.",
+            style="red",
+            markup=False,
+            emoji=False,  # `task:train:7` holds none
+        )
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise
+    finally:
+        run.run_dir.finish_record(reason)
+
+
+def _report_changes(run_dir: RunDir, yaml: str) -> None:
+    """Name every line in which the config differs from the one the run was started with."""
+    import difflib
+
+    before = run_dir.config_yaml.read_text() if run_dir.config_yaml.exists() else yaml
+    lines = list(difflib.unified_diff(before.splitlines(), yaml.splitlines(), lineterm="", n=0))[2:]
+    if changed := [line for line in lines if line[0] in "+-"]:
+        notice("the config differs from the one this run was started with:\n  " + "\n  ".join(changed))
