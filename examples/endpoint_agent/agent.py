@@ -19,4 +19,4 @@ for _ in range(GUESSES):
         break
     hint = "?" if not guess.isdecimal() else "+" if number > int(guess) else "-"
     messages += [answer, {"role": "user", "content": hint}]
-print(json.dumps({"reward": float(found), "columns": {"last_guess": guess}}))  # noqa: T201
+print(json.dumps({"reward": float(found), "columns": {"last_guess": guess}}))
