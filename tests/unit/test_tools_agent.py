@@ -11,9 +11,9 @@ from pellucid.agents.llm import AgentLoop, Sample
 from pellucid.agents.loops import tools
 from pellucid.agents.tools import Toolbox, load_tools
 from pellucid.cli import chat as command
-from pellucid.cli.evaluate import Asked
 from pellucid.config import RunConfig
 from pellucid.rollout.requests import SamplingParams, run_sync
+from pellucid.trained import Asked
 from pellucid.types import Prompt
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
