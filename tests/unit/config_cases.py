@@ -3,6 +3,7 @@
 import pytest
 
 from pellucid.config import Loaded, RunConfig, load_config
+from pellucid.config.migrate import migrate
 from pellucid.errors import UserError
 
 BASE = [
@@ -24,6 +25,14 @@ def error_of(*overrides, **where) -> UserError:
     with pytest.raises(UserError) as caught:
         load(*overrides, **where)
     return caught.value
+
+
+def migrated(file) -> tuple[str, list[str]]:
+    """Return what `config migrate` makes of a file, and a line for each change."""
+    done = migrate(str(file))
+    dropped = [f"{key} → removed" for key in done.dropped]
+    refused = [f"{key}: {reason}" for key, reason in done.unsupported.items()]
+    return done.yaml, [*done.renamed, *dropped, *refused, *done.unknown]
 
 
 def notices(*overrides) -> str:

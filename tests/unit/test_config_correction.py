@@ -4,10 +4,9 @@ from typing import get_args
 
 import pytest
 import yaml
-from config_cases import BASE, error_of, load
+from config_cases import BASE, error_of, load, migrated
 
 from pellucid.config import build_plan, load_config
-from pellucid.config.compat import migrate
 from pellucid.config.plan import plan_rows
 from pellucid.config.presets import PRESETS
 from pellucid.config.schema.algorithm import Preset, RejectionRuleConfig
@@ -262,11 +261,11 @@ VERL = [
 def test_verls_block_migrates_and_runs_as_the_same_flat_keys(tmp_path, block, flat):
     old = tmp_path / "old.yaml"
     old.write_text(f"algorithm: {{rollout_correction: {block}, adv_estimator: grpo}}\n")
-    text, [change] = migrate(old)
+    text, [change] = migrated(old)
     assert yaml.safe_load(text)["algorithm"] == {"adv_estimator": "grpo"} | flat
     assert change.startswith("algorithm.rollout_correction: ")
     old.write_text(text)
-    assert migrate(old) == (text, [])
+    assert migrated(old) == (text, [])
     direct = load_config(old, BASE)
     old.write_text(f"algorithm: {{rollout_correction: {block}}}\n")
     read = load_config(old, BASE)
@@ -290,7 +289,7 @@ def test_verls_block_that_is_off_is_dropped(tmp_path, block):
     recipe.write_text(f"algorithm: {{rollout_correction: {block}}}\n")
     loaded = load_config(recipe, BASE)
     assert loaded.config == load().config
-    assert loaded.notices == ["Keys that change nothing here, dropped: algorithm.rollout_correction"]
+    assert loaded.notices == ["Keys that change no result here, dropped: algorithm.rollout_correction"]
 
 
 def test_verls_micro_batches_of_the_old_log_probs_are_dropped_and_its_values_shown_as_yaml(tmp_path):
@@ -299,7 +298,7 @@ def test_verls_micro_batches_of_the_old_log_probs_are_dropped_and_its_values_sho
         "actor_rollout_ref: {actor: {tis_imp_ratio_cap: 2.0}, rollout: {log_prob_micro_batch_size_per_gpu: 16, "
         "log_prob_max_token_len_per_gpu: '${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}'}}\n"
     )
-    text, changes = migrate(old)
+    text, changes = migrated(old)
     assert "log_prob_" not in text and sum("log_prob_m" in line and "removed" in line for line in changes) == 2
     assert "algorithm.rollout_is: true" in changes[0]
     old.write_text("actor_rollout_ref: {rollout: {log_prob_micro_batch_size_per_gpu: 16}}\n")

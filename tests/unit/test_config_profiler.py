@@ -2,10 +2,9 @@
 
 import pytest
 import yaml
-from config_cases import error_of, load, notices
+from config_cases import error_of, load, migrated, notices
 
 from pellucid.config import load_config
-from pellucid.config.compat import migrate
 from pellucid.config.validate.profiling import collecting_roles
 from pellucid.observe.captures import controller_request, rank_request
 
@@ -163,11 +162,11 @@ def test_an_old_file_and_its_migration_mean_the_same(written, name, overrides):
     if KL in overrides:
         text = text.replace("    actor:\n", "    actor:\n        use_kl_loss: true\n")
     old = written(text)
-    new, changes = migrate(old)
+    new, changes = migrated(old)
     assert "profile_" not in new
     assert changes
     assert load(*RANKS, source=written(new, "new.yaml")).config == load(*RANKS, source=old).config
-    assert migrate(written(new, "new.yaml")) == (new, [])
+    assert migrated(written(new, "new.yaml")) == (new, [])
 
 
 def test_old_keys_are_said_with_the_new_yaml_and_what_is_not_as_it_looks(written):
@@ -221,8 +220,8 @@ def test_old_keys_are_said_with_the_new_yaml_and_what_is_not_as_it_looks(written
     ],
 )
 def test_old_keys_by_role(written, text, new):
-    migrated, changes = migrate(written(text))
-    assert yaml.safe_load(migrated) == new
+    new_text, changes = migrated(written(text))
+    assert yaml.safe_load(new_text) == new
     assert len([line for line in changes if "→" in line]) == 1
 
 
@@ -236,7 +235,7 @@ def test_old_keys_by_role(written, text, new):
 )
 def test_migrating_keeps_the_keys_of_a_role_that_the_fragment_does_not_show(written, text, section):
     """Whether a run has the role, another file may say; a run of the fragment alone says that nothing is captured."""
-    new, changes = migrate(written(text))
+    new, changes = migrated(written(text))
     block = yaml.safe_load(new)
     for name in [*section.split("."), "profiler"]:
         block = block[name]

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import yaml
+from config_cases import migrated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.config import Loaded, ModelFacts, Plan, RunConfig, build_plan, load_config
-from pellucid.config.compat import migrate
 from pellucid.config.plan import plan_rows
 from pellucid.config.schema.sharding import FsdpConfig
 from pellucid.errors import UserError
@@ -425,7 +425,7 @@ def test_verls_blocks_migrate(tmp_path):
     old.write_text(
         "actor_rollout_ref: {actor: {fsdp_config: {offload_policy: true, mixed_precision: {reduce_dtype: fp32}}}}\n"
     )
-    text, changes = migrate(old)
+    text, changes = migrated(old)
     assert yaml.safe_load(text) == {
         "actor_rollout_ref": {
             "actor": {"fsdp_config": {"param_offload": True, "optimizer_offload": True, "reduce_dtype": "fp32"}}

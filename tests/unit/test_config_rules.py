@@ -2,10 +2,10 @@
 
 import pytest
 import yaml
-from config_cases import BASE, error_of
+from config_cases import BASE, error_of, migrated
 
 from pellucid.config import SftConfig, load_config
-from pellucid.config.compat import TABLE, migrate
+from pellucid.config.compat import TABLE
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SFT = ["data.train_files=x.jsonl", "model.path=m"]
@@ -152,11 +152,12 @@ OFF = {
     "critic.use_fused_kernels": "false",
     "reward_model.reward_manager": "naive",
     "algorithm.rollout_correction": "{rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null}",
-    "reward_model.launch_reward_fn_async": "false",
+    "reward_model.launch_reward_fn_async": "true",
     f"{ACTOR}.fsdp_config.offload_policy": "false",
     f"{ACTOR}.fsdp_config.mixed_precision": "null",
-    f"{ACTOR}.fsdp_config.wrap_policy.min_num_params": "0",
+    f"{ACTOR}.fsdp_config.wrap_policy": "{min_num_params: 1000}",
     f"{ACTOR}.freeze_vision_tower": "false",
+    "critic.model.use_fused_kernels": "true",
     "actor_rollout_ref.ref.fsdp_config.forward_prefetch": "true",
     "actor_rollout_ref.hybrid_engine": "true",
     f"{ROLLOUT}.multi_turn": "{enable: false, max_turns: 3}",
@@ -165,11 +166,8 @@ OFF = {
 ON = {
     "global_profiler.global_tool_config.torch_memory.stacks": "python",
     "critic.megatron": "{tensor_model_parallel_size: 2}",
-    "reward_model.reward_manager": "prime",
-    "reward_model.launch_reward_fn_async": "true",
-    f"{ACTOR}.fsdp_config.wrap_policy.min_num_params": "1000",
     f"{ACTOR}.megatron": "{tensor_model_parallel_size: 2}",
-    f"{ACTOR}.use_fused_kernels": "true",
+    f"{ACTOR}.optim.override_optimizer_config": "{fused: true}",
     f"{ACTOR}.freeze_vision_tower": "true",
 }
 
@@ -191,14 +189,14 @@ def test_keys_of_later_versions_are_refused_when_on(key):
 
 
 def test_several_later_keys_are_refused_together():
-    assert "2 mistakes" in str(error_of(f"{ACTOR}.freeze_vision_tower=true", f"{ACTOR}.use_fused_kernels=true"))
+    assert "2 mistakes" in str(error_of(f"{ACTOR}.freeze_vision_tower=true", f"{ACTOR}.calculate_sum_pi_squared=true"))
 
 
 def test_an_off_block_may_link_to_keys_that_do_not_exist():
     assert (
         load_config(None, [*BASE, f"+{ROLLOUT}.trace.x='${{global_profiler.no.such}}'"])
         .notices[0]
-        .endswith("rollout.trace.x")
+        .endswith("rollout.trace")
     )
 
 
@@ -237,7 +235,7 @@ def test_an_old_spelling_stops_the_run_with_the_new_yaml_and_migrates_to_it(tmp_
         node = node.setdefault(part, {})
     node[key.rpartition(".")[2]] = yaml.safe_load(override.partition("=")[2])
     old.write_text(yaml.safe_dump(tree))
-    text, [change] = migrate(old)
+    text, [change] = migrated(old)
     assert yaml.safe_load(text) == new
     assert change.startswith(f"{key}: ")
 
@@ -261,9 +259,9 @@ def test_migrate_keeps_links_and_the_rest_and_is_idempotent(tmp_path):
         "_target_: x\ndata: {seed: '${trainer.seed}'}\ntrainer: {profile_steps: [1], seed: 3}\n"
         "actor_rollout_ref: {actor: {strategy: '???', ppo_micro_batch_size: 2}, ref: {ppo_micro_batch_size: 2}}\n"
     )
-    text, changes = migrate(old)
+    text, changes = migrated(old)
     assert "${trainer.seed}" in text
     assert yaml.safe_load(text)["actor_rollout_ref"]["actor"]["strategy"] == "???"
     assert len(changes) == 4
     old.write_text(text)
-    assert migrate(old) == (text, [])
+    assert migrated(old) == (text, [])

@@ -56,7 +56,7 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 3030,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
-    ("config",): 3945,
+    ("config",): 4740,
     tuple(sorted(API)): 650,
     ("tasks", "data", "reward"): 1495,
     ("training",): 2420,
@@ -67,13 +67,13 @@ BUDGETS = {
     ("observe",): 4800,
     ("precision",): 3375,
     ("metrics", "files"): 1555,
-    ("cli", "doctor"): 1850,
+    ("cli", "doctor"): 1860,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 34_900
+MAX_LINES = 35_660
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

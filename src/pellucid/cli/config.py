@@ -14,8 +14,8 @@ from rich.table import Table
 
 from pellucid.cli.arguments import Overrides
 from pellucid.config import RunConfig, SftConfig, build_plan, load_config, read_model_facts
-from pellucid.config.compat import migrate
 from pellucid.config.describe import annotated_yaml, keys, yaml_value
+from pellucid.config.migrate import migrate
 from pellucid.config.plan import plan_rows
 from pellucid.console import console, error_console, notice
 from pellucid.errors import UserError, did_you_mean
@@ -78,17 +78,29 @@ def list_keys(
 
 @app.command("migrate")
 def migrate_command(
-    old: Annotated[Path, typer.Argument(help="A YAML file with old spellings.")],
+    old: Annotated[
+        str, typer.Argument(help="A launch script or YAML file of verl's, a command in quotes, or an old recipe.")
+    ],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it here; else it is printed.")] = None,
+    drop_unsupported: Annotated[
+        bool, typer.Option("--drop-unsupported", help="Leave out what this version does not have.")
+    ] = False,
+    variables: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=value: a variable of the script.", metavar="NAME=VALUE")
+    ] = None,
+    call: Annotated[int, typer.Option(help="Which of the script's trainings, from 1.")] = 1,
 ) -> None:
-    """Rewrite old spellings to today's; comments are not kept."""
-    text, changes = migrate(old)
-    for line in changes or ["Nothing to change."]:
-        error_console.print(line, style="yellow", markup=False, soft_wrap=True)
+    """Turn a launch of verl, or an old recipe, into today's recipe, and list what became of each key.
+
+    A script is read, never run; comments are not kept.
+    """
+    done = migrate(old, drop_unsupported, tuple(variables or ()), call)
+    for line in done.lines():
+        error_console.print(line, style=None if line.startswith(" ") else "yellow", markup=False, soft_wrap=True)
     if output is None:
-        _print_text(text)
+        _print_text(done.yaml)
     else:
-        output.write_text(text, encoding="utf-8")
+        output.write_text(done.yaml, encoding="utf-8")
         console.print(f"Wrote {output}", markup=False)
 
 

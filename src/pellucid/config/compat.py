@@ -6,21 +6,19 @@ sees the user's tree.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-from pellucid.config.compose import read_yaml
 from pellucid.config.convert import flat_hints, in_one_spelling, raise_all
 from pellucid.config.fields import yaml_word
 from pellucid.config.schema import RunConfig
 from pellucid.config.schema.msprobe_json import SECTION as PRECISION
 from pellucid.config.schema.profiler import ACTOR_FOLLOWERS, PROFILED_SECTIONS
 from pellucid.config.trees import Tree, get, merged, put, remove, resolve, walk
+from pellucid.config.verl_keys import KEYS, MOVED
 from pellucid.errors import UserError, did_you_mean
 
 _STEPS = "trainer.profile_steps"
@@ -188,6 +186,43 @@ def _tis(key: str, value: Any) -> Tree:
     return weights | level | {"actor_rollout_ref.rollout.calculate_log_probs": True}
 
 
+def _same(key: str, value: Any) -> Tree:
+    return {key: value}
+
+
+def _loggers(key: str, value: Any) -> Tree:
+    """Read the trackers, one or several; a file with the metrics is always written."""
+    return {key: [name for name in (value if isinstance(value, list) else [value]) if name != "file"]}
+
+
+def _dtype(key: str, value: Any) -> Tree:
+    return {"actor_rollout_ref.model.dtype": value}
+
+
+def _reward_manager(key: str, value: Any) -> Tree:
+    """Read which of verl's reward managers scores; those of its own that differ only in speed ask for nothing.
+
+    Raises:
+        UserError: it is another one.
+    """
+    block = value if isinstance(value, dict) else {"name": value}
+    if (name := block.get("name")) not in (None, *_MANAGERS) or block.get("source") not in (None, "register"):
+        remedy = "Set reward_model.custom_reward_function.{path,name} to a function that scores a response."
+        raise UserError(key, f"there is no reward manager '{name}'.", remedy)
+    return {}
+
+
+def _reward_kwargs(key: str, block: Any) -> Tree:
+    """Read the arguments of the reward manager `dapo`."""
+    block = _section(key, block, ("overlong_buffer_cfg", "max_resp_len"))
+    names = ("enable", "len", "penalty_factor", "log")
+    buffer = _section(f"{key}.overlong_buffer_cfg", block.get("overlong_buffer_cfg", {}), names)
+    if not buffer.get("enable"):
+        return {}
+    new = {f"reward_model.overlong_buffer.{name}": buffer[name] for name in names[:3] if name in buffer}
+    return new | ({"data.max_response_length": block["max_resp_len"]} if "max_resp_len" in block else {})
+
+
 @dataclass(frozen=True)
 class Row:
     """One old key, or several by a pattern."""
@@ -204,6 +239,8 @@ class Row:
     """Whether a run stops and shows the new keys, where otherwise it reads the old key as these and says so."""
     only_with: str = ""
     """The profiling tool without which the key asks for nothing."""
+    why: str = ""
+    """Why it is safe to drop the key, where it is dropped."""
 
     def is_off(self, value: Any, tool: Any) -> bool:
         """Tell whether a value asks for nothing where `tool` profiles."""
@@ -213,6 +250,9 @@ class Row:
 
 
 _ROLLOUT, _ACTOR, _AGENT = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.rollout.agent"
+_GDPO = "algorithm.gdpo_reward_weights"
+_MANAGERS = ("naive", "dapo", "prime", "gdpo")
+"""Reward managers of verl that ask a function for each response's score, as is done here."""
 _OWN_AGENT = f"Name an agent of your own by import path, {_AGENT}.name: file.py:function."
 _MULTI_TURN = (
     *("enable", "max_turns", "max_assistant_turns", "max_user_turns", "format", "max_tool_response_length"),
@@ -232,37 +272,6 @@ _MULTI_TURN_ELSEWHERE = {
     "num_repeat_rollouts": (None, f"Set {_ROLLOUT}.n."),
 }
 """Its other keys → the value at which they ask for what is done here, and what to do about any other."""
-_MEMORY = "global_profiler.global_tool_config.torch_memory"
-_ENGINE_KEYS: dict[str, tuple[Any, ...]] = {
-    # An engine starts empty, and gets the trainer's weights in buckets, whatever is set here.
-    "load_format": ("dummy", "dummy_dtensor", "dummy_megatron", "dummy_hf", "auto", "hf", "safetensors"),
-    "layered_summon": (True, False),
-    "update_weights_bucket_megabytes": (...,),
-    "checkpoint_engine.*": (...,),
-    # How the pass for the old log-probabilities is cut changes no number, and it follows the actor's own keys.
-    "log_prob_*": (...,),
-    # What an engine does is on the timeline and among the metrics; a run has one tokenizer and one loop of requests.
-    "disable_log_stats": (True, False),
-    "prometheus.*": (...,),
-    "skip_tokenizer_init": (True, False),
-    "agent.num_workers": (...,),
-    "agent.custom_async_server.*": (),
-    "logprobs_mode": ("processed_logprobs",),
-    "scheduling_policy": ("fcfs", "priority"),
-    "data_parallel_size": (1,),
-    "pipeline_model_parallel_size": (1,),
-    "expert_parallel_size": (1,),
-    "multi_stage_wake_up": (False,),
-    "over_sample_rate": (0,),
-    "skip_rollout": (False,),
-    "skip_dump_dir": (...,),
-    "skip_use_default_dir": (...,),
-    "enable_rollout_routing_replay": (False,),
-    "trace.backend": (),
-    "trace.*": (...,),  # of that backend
-    "quantization*": (),
-}
-"""Keys of verl's rollout section that Pellucid decides by itself → the values beside null that ask for nothing."""
 _FOLDER = "The run decides where captures go; set global_profiler.save_path for another folder."
 _MOVED = {
     "*.profiler.tool_config.precision_debugger": f"Set {PRECISION}, which is for all roles.",
@@ -273,22 +282,8 @@ _MOVED = {
     f"{PRECISION}.ranks": "Set the role's profiler.ranks.",
 }
 """Keys of verl's precision debugger → what to do here."""
-_LATER: dict[str, tuple[Any, ...]] = {
-    "reward_model.launch_reward_fn_async": (False,),
-    "reward_model.reward_manager": ("naive",),
-    "*.use_fused_kernels": (False,),
-    "*.freeze_vision_tower": (False,),
-    "*.fsdp_config.wrap_policy.min_num_params": (0,),
-    "*.fsdp_config.forward_prefetch": (...,),
-    "*.ulysses_sequence_parallel_size": (1,),
-    "*.megatron": (),
-    **{f"{_ROLLOUT}.{name}": off for name, off in _ENGINE_KEYS.items()},
-    f"{_MEMORY}.context": ("all",),
-    f"{_MEMORY}.stacks": ("all",),
-    f"{_MEMORY}.kw_args": ({},),
-}
-"""Keys that verl has and this version has not → the values beside null at which they ask for nothing."""
-
+_MOVED_ROW = Row("", (), lambda key, value: {key: value})
+"""Of a key that only has another place here."""
 TABLE: tuple[Row, ...] = (
     Row(f"{_ACTOR}.tis_imp_ratio_cap", (-1, 0), _tis, stops=True),
     Row("*.ppo_micro_batch_size", (), _beside("ppo_micro_batch_size_per_gpu"), stops=True),
@@ -304,57 +299,97 @@ TABLE: tuple[Row, ...] = (
     Row("*.fsdp_config.offload_policy", (False,), _beside("param_offload", "optimizer_offload")),
     *(Row(key, (), remedy=remedy, only_with="precision_debugger") for key, remedy in _MOVED.items()),
     Row(f"{_ROLLOUT}.cudagraph_capture_sizes", (), _beside("engine_kwargs.vllm.cudagraph_capture_sizes")),
-    *(Row(pattern, off) for pattern, off in _LATER.items()),
+    Row(f"{_ROLLOUT}.nnodes", (0,), _same),
+    Row("actor_rollout_ref.model.use_remove_padding", (), lambda key, _: {key: True}),
+    Row("data.*_max_samples", (-1,), _same),
+    Row("data.trust_remote_code", (False,), lambda _, value: {"actor_rollout_ref.model.trust_remote_code": value}),
+    Row(f"{_ACTOR}.policy_loss.dro_beta", (), _same),
+    Row("*.fsdp_config.model_dtype", ("fp32", "float32"), _dtype),
+    Row("*.fsdp_config.dtype", (), _dtype),
+    Row("*.model.torch_dtype", (), _dtype),
+    Row("trainer.logger", (), _loggers),
+    Row("*.optim.warmup_style", (), _beside("lr_scheduler_type")),
+    Row("*.optim.clip_grad", (), lambda key, value: {key.replace("optim.clip_grad", "grad_clip"): value}),
+    Row("reward_model.reward_manager", (), _reward_manager),
+    Row("reward_model.reward_kwargs", ({},), _reward_kwargs),
+    Row("algorithm.gdpo_reward_keys", (), lambda _, names: {_GDPO: dict.fromkeys(names, 1.0)}),
+    *(Row(pattern, off, why=why) for pattern, off, why in KEYS),
 )
+
+
+@dataclass(frozen=True)
+class Found:
+    """An old key that a tree holds, or all those of profiling."""
+
+    old: Tree
+    """The key, or keys, with their values."""
+    new: Tree
+    """The keys that take their place; none: they are dropped, or refused."""
+    error: UserError | None = None
+    """What stops a run."""
+    why: str = ""
+    """Why it is safe to drop the key."""
+
+
+def _place(key: str) -> str:
+    """Return where a key of verl is here, so that a row or the schema may know it."""
+    old = next((old for old in MOVED if key == old or key.startswith(f"{old}.")), None)
+    return key if old is None else MOVED[old] + key[len(old) :]
 
 
 def _old_keys(node: Tree, prefix: str = "") -> Iterator[tuple[str, Any, Row | None]]:
     """Yield the old keys of a tree with value and row, None for keys of profiling; what is inside one belongs to it."""
     for name, value in node.items():
         key = f"{prefix}{name}"
-        row = next((row for row in TABLE if fnmatchcase(key, row.pattern)), None)
+        place = _place(key)
+        row = next((row for row in TABLE if fnmatchcase(place, row.pattern)), None)
         if row is not None or any(fnmatchcase(key, pattern) for pattern in _PROFILING):
             yield key, value, row
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and value:
             yield from _old_keys(value, f"{key}.")
+        elif place != key:
+            yield key, value, _MOVED_ROW
 
 
-def find_old(user: Tree, defaults: Tree) -> list[tuple[Tree, Tree, UserError | None]]:
+def find_old(user: Tree, defaults: Tree) -> list[Found]:
     """Return the old keys that a tree holds, in file order; those of profiling come last and are one entry.
 
     Args:
         user: the keys that are set.
         defaults: what other keys are where they are not set; empty for a file that is part of a config.
-
-    Returns:
-        Old keys with their values, the keys that take their place (none: they are dropped), and what stops a run.
-
-    Raises:
-        UserError: one of them cannot be read.
     """
     tree = merged(defaults, user)
     tool = get(tree, "global_profiler.tool")
-    found: list[tuple[Tree, Tree, UserError | None]] = []
+    found: list[Found] = []
     profiling: Tree = {}
     for key, value, row in _old_keys(user):
         if row is None:
             profiling[key] = resolve(tree, key)
             continue
-        if not row.stops and ... not in row.off:
-            value = resolve(tree, key)
-        new, error = {}, None
-        if not row.is_off(value, tool):
-            if row.new is None:
-                shown = "this section" if isinstance(value, dict) else f"the value {yaml_word(value)}"
+        try:
+            if not row.stops and ... not in row.off:
+                value = resolve(tree, key)
+            if value is None and key in flat_hints(RunConfig):
+                continue
+            if row.is_off(value, tool):
+                found.append(Found({key: value}, {}, None, row.why or "it asks for nothing"))
+            elif row.new is None:
+                shown = "this section" if isinstance(value, dict) else f"the value {yaml_word(value)[:80]}"
                 off = f" or set it to {yaml_word(row.off[0])}" if row.off else ""
                 reason = f"{shown} asks for what this version does not have."
-                error = UserError(key, reason, row.remedy or f"Remove it{off}.")
-            else:
-                new = row.new(key, value)
-                error = UserError(key, f"this spelling is replaced by\n{_yaml(new)}", _MIGRATE) if row.stops else None
-        found.append(({key: value}, new, error))
+                reason = reason if row.off or not row.why else f"{row.why}."
+                raise UserError(key, reason, row.remedy or f"Remove it{off}.")
+            elif (new := row.new(_place(key), value)) != {key: value}:
+                reason = f"this spelling is replaced by\n{_yaml(new)}"
+                error = UserError(key, reason, _MIGRATE) if row.stops else None
+                found.append(Found({key: value}, new, error, "it asks for no more than is done here"))
+        except UserError as error:
+            found.append(Found({key: value}, {}, error))
     if profiling:
-        found.append((profiling, _profiling(profiling, tool or "nsys"), None))
+        try:
+            found.append(Found(profiling, _profiling(profiling, tool or "nsys")))
+        except UserError as error:
+            found.append(Found(profiling, {}, error))
     return found
 
 
@@ -366,8 +401,8 @@ def translate(user: Tree, defaults: Tree, notices: list[str]) -> None:
             (`ConfigError` for several).
     """
     hints, found = flat_hints(RunConfig), find_old(user, defaults)
-    raise_all([error for _, _, error in found if error is not None])
-    for old, new, _ in found:
+    raise_all([each.error for each in found if each.error is not None])
+    for old, new in ((each.old, each.new) for each in found):
         names = ", ".join(old)
         for key in old:
             remove(user, key)
@@ -379,8 +414,8 @@ def translate(user: Tree, defaults: Tree, notices: list[str]) -> None:
         if new:
             no_ranks = "profile_ranks of null or [] is no ranks. " if "profile_" in names else ""
             notices.append(f"{names} {'is' if len(old) == 1 else 'are'} read as\n{_yaml(new)}{no_ranks}{_MIGRATE}")
-    if dropped := [key for old, new, _ in found if not new for key in old]:
-        notices.append(f"Keys that change nothing here, dropped: {', '.join(dropped)}")
+    if dropped := [key for each in found if not each.new for key in each.old]:
+        notices.append(f"Keys that change no result here, dropped: {', '.join(dropped)}")
 
 
 def drop_targets(tree: Tree, notices: list[str]) -> None:
@@ -390,39 +425,6 @@ def drop_targets(tree: Tree, notices: list[str]) -> None:
         notices.append(f"Ignored {ignored}: classes are not chosen by name here.")
     for key in keys:
         remove(tree, key)
-
-
-def migrate(source: Path) -> tuple[str, list[str]]:
-    """Rewrite an old config; keys that this version refuses stay, and are named.
-
-    Args:
-        source: the YAML file; comments are not kept.
-
-    Returns:
-        The new YAML and one line for each change; links are kept.
-
-    Raises:
-        UserError: the file cannot be read, or an old key in it cannot.
-    """
-    from omegaconf import OmegaConf
-
-    tree: Any = OmegaConf.to_container(read_yaml(source), resolve=False)
-    changes: list[str] = []
-    drop_targets(tree, changes)
-    for old, new, error in find_old(tree, {}):
-        if error is not None and not new:
-            changes.append(f"{error} It stays in the file.")
-            continue
-        for key in old:
-            remove(tree, key)
-        for key, value in new.items():
-            put(tree, key, value)
-        changes.append(f"{_line(old)} → {_line(new) or 'removed (changes nothing here)'}")
-    return OmegaConf.to_yaml(OmegaConf.create(tree)), changes
-
-
-def _line(keys: Tree) -> str:
-    return ", ".join(f"{key}: {json.dumps(value)}" for key, value in keys.items())
 
 
 def _yaml(keys: Tree) -> str:

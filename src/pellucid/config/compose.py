@@ -68,7 +68,7 @@ def compose_user_tree(source: str | Path | Mapping[str, Any] | None, overrides: 
     folder = Path(named).resolve().parent if named else Path.cwd()
     recipe = read_yaml(Path(named)) if named else OmegaConf.create(dict(source) if isinstance(source, Mapping) else {})
     words = [_BARE_TASK.sub(r'\1="\2"', word) for word in overrides]
-    parsed = [_parse(word) for word in words]
+    parsed = [parse_override(word) for word in words]
     # Others set a key, also one that the recipe does not mention.
     choose = [each.package or each.is_delete() or (folder / each.key_or_group).is_dir() for each in parsed]
     try:
@@ -80,7 +80,7 @@ def compose_user_tree(source: str | Path | Mapping[str, Any] | None, overrides: 
         else:  # there is nothing to look up, and Hydra would take ten times as long to set the same keys
             tree = recipe
             for each in parsed:
-                OmegaConf.update(tree, each.key_or_group, each.value(), merge=True, force_add=True)
+                put_override(tree, each)
     except yaml.YAMLError as error:
         raise _syntax_error(error, str(named)) from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -91,8 +91,12 @@ def compose_user_tree(source: str | Path | Mapping[str, Any] | None, overrides: 
 
 
 @cache
-def _parse(word: str) -> Override:
-    """Read one override, and refuse what is none or gives several values."""
+def parse_override(word: str) -> Override:
+    """Read one override.
+
+    Raises:
+        UserError: it is none, or it gives several values.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -105,6 +109,18 @@ def _parse(word: str) -> Override:
     if override.is_sweep_override():
         raise UserError(word, "several values for one key.", "A list is written with brackets: 'key=[a,b]'.")
     return override
+
+
+def put_override(tree: DictConfig, override: Override) -> None:
+    """Set the key of an override, or remove it."""
+    from omegaconf import OmegaConf
+
+    if not override.is_delete():
+        OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)
+    elif OmegaConf.select(tree, override.key_or_group) is not None:
+        parent, _, name = override.key_or_group.rpartition(".")
+        section: Any = OmegaConf.select(tree, parent) if parent else tree
+        del section[name]
 
 
 def _syntax_error(error: Exception, name: str) -> UserError:

@@ -27,6 +27,10 @@ class ConfigError(UserError):
         super().__init__(f"{len(errors)} mistakes in the config", f"\n{shown}{more}")
 
 
+class NoEffectError(UserError):
+    """A key that does nothing in this mode."""
+
+
 def raise_all(errors: list[UserError]) -> None:
     """Raise the single error, or all of them as one `ConfigError`; do nothing when there is none."""
     if errors:

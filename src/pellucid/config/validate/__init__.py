@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from pellucid.algo.catalog import ESTIMATORS, POLICY_LOSSES
-from pellucid.config.convert import defaults_tree, flat_hints, hints_of, raise_all
+from pellucid.config.convert import NoEffectError, defaults_tree, flat_hints, hints_of, raise_all
 from pellucid.config.fields import Needs, yaml_word
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.trees import follow, get, has_link
@@ -86,4 +86,4 @@ def _without_effect(config: RunConfig | SftConfig, changed: dict[str, Any]) -> I
         missing = (need.missing(config, key.rpartition(".")[0]) for need in needs_of(type(config))[key])
         if (first := next(filter(None, missing), None)) is not None:
             why, remedy = first
-            yield UserError(key, f"{yaml_word(value)} has no effect {why}.", f"{remedy}, or remove the key.")
+            yield NoEffectError(key, f"{yaml_word(value)} has no effect {why}.", f"{remedy}, or remove the key.")

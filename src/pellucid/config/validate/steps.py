@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pellucid.algo.catalog import estimator_entry, loss_entry
+from pellucid.config.convert import NoEffectError
 from pellucid.config.fields import yaml_word
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.actor import ActorConfig
@@ -179,7 +180,8 @@ def _update(section: str, part: ActorConfig | CriticConfig, config: RunConfig, r
 def _micro_batches(key: str, size: int | None, by_tokens: bool) -> Iterator[UserError]:
     if by_tokens == (size is not None):
         reason = f"is {yaml_word(size)} while use_dynamic_bsz is {yaml_word(by_tokens)}: passes are formed by samples "
-        yield UserError(key, f"{reason}or by tokens.", "Set one of the two: the size, or the switch to true.")
+        mistake = NoEffectError if by_tokens else UserError
+        yield mistake(key, f"{reason}or by tokens.", "Set one of the two: the size, or the switch to true.")
 
 
 def _budget(key: str, budget: int, config: RunConfig) -> Iterator[UserError]:
