@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import last_checkpoint, metrics
-from pellucid.cli.export import load_trained
 from pellucid.config import load_config
 from pellucid.files.rollout_dump import read_rollouts
 from pellucid.loading import load_policy
 from pellucid.metrics.definitions import find
+from pellucid.trained import load_trained
 from pellucid.training.common.models import BUILTIN_FOLDER
 
 NO_VALIDATION = ("data.val_files=null", "trainer.save_freq=-1")

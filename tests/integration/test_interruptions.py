@@ -31,7 +31,12 @@ def assert_resumes_as_if_nothing_had_happened(work: Workspace, finished) -> None
 
 
 def steps_done(work: Workspace) -> int:
-    return metrics(work.run_dir)[-1]["step"] if (work.run_dir / "metrics.jsonl").exists() and metrics(work.run_dir) else 0
+    """Count the steps on disk; a run that starts over moves the old file away first."""
+    try:
+        rows = metrics(work.run_dir)
+    except FileNotFoundError:
+        return 0
+    return rows[-1]["step"] if rows else 0
 
 
 def half_written_checkpoint(work: Workspace) -> bool:
