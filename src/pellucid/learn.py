@@ -48,7 +48,9 @@ def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
         weights = batch.correction_weights
         if weights is None and run.config.corrects:
             weights = batch.loss_mask.float()  # rejection alone: a token counts or it does not
-        dump(mask=batch.loss_mask, training_logp=training_logp, correction_weights=weights)
+        dump(
+            mask=batch.loss_mask, training_logp=training_logp, correction_weights=weights, advantages=batch.advantages
+        )
     return metrics
 
 

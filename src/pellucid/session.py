@@ -153,7 +153,8 @@ def _train(
         try:
             with _opened(config, run_dir, inputs, trackers, checkpoint, done + 1, callbacks) as run:
                 atomic_write(run_dir.config_yaml, yaml)
-                run_dir.start_record(device=run.placement.device, seeds={"trainer.seed": trainer.seed})
+                seeds = {"trainer.seed": trainer.seed}
+                run_dir.start_record(device=run.placement.device, seeds=seeds, num_steps=total_steps)
                 with _recorded_exit(run):
                     train(run, job)
                     at_end(run)

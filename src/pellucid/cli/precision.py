@@ -6,7 +6,7 @@ The first three read captures, without torch; `replay` runs a stage that NaN end
 from __future__ import annotations
 
 import json
-from operator import attrgetter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,6 @@ from pellucid.errors import UserError
 
 if TYPE_CHECKING:
     from pellucid.precision.compare import Comparison
-    from pellucid.precision.dump import DumpRef
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,23 +69,12 @@ def compare(
     """
     if rollout == (b is not None):
         raise UserError("B", "compare needs two captures, or one run and --rollout.", "See: compare --help")
-    from pellucid.precision.compare import RTOL, RTOL_BY_SAMPLE, compare_stage, summarise
-    from pellucid.precision.matching import pairs_of, read_captures, trainer_and_rollout
+    from pellucid.precision.compare import compare_folders
 
-    by_sample = by_sample or rollout
-    if b is None:
-        sides = trainer_and_rollout(_captures(a, step, None, rank), stage)
-        names = [f"{a}, {side[0].stage}" for side in sides]
-    else:
-        sides, names = [_captures(side, step, stage, rank) for side in (a, b)], [str(a), str(b)]
-    pairs, missing = pairs_of(sides[0], sides[1], by_sample=by_sample)
-    rtol = (RTOL_BY_SAMPLE if by_sample else RTOL) if rtol is None else rtol
     with progress(transient=True) as bar:
-        stages = [
-            compare_stage(place, read_captures(mine), read_captures(theirs), by_sample=by_sample, rtol=rtol)
-            for place, mine, theirs in bar.track(pairs, description="comparing captures")
-        ]
-    result = summarise(stages, names[0], names[1], rtol=rtol, missing=missing)
+        track = partial(bar.track, description="comparing captures")
+        where = {"step": step, "stage": stage, "rank": rank}
+        result = compare_folders(a, b, **where, by_sample=by_sample, rtol=rtol, track=track)
     _show(result, json_file)
     if html is not None:
         from pellucid.precision.text import heatmap_page
@@ -104,15 +92,11 @@ def report(a: A, step: Step = None, stage: StageName = None, rank: Rank = None, 
 
     Status 0: all finite. 1: NaN or Inf. 2: nothing captured.
     """
-    from pellucid.precision.compare import check_stage, summarise
-    from pellucid.precision.dump import read_dump
-    from pellucid.precision.matching import place_of
+    from pellucid.precision.compare import check_folder
 
-    refs = _captures(a, step, stage, rank)
     with progress(transient=True) as bar:
-        every = bar.track(refs, description="reading captures")
-        stages = [check_stage(place_of(ref, ref), read_dump(ref.folder)) for ref in every]
-    result = summarise(stages, str(a), None, rtol=0.0)
+        track = partial(bar.track, description="reading captures")
+        result = check_folder(a, step=step, stage=stage, rank=rank, track=track)
     _show(result, json_file)
     if result.divergence is not None:
         raise typer.Exit(1)
@@ -171,19 +155,6 @@ def replay(
     again = "found again" if finding.reproduced else "not found again"
     _say(f"{again} in {failure}: {finding.sentence()}{there}", "red")
     raise typer.Exit(1)
-
-
-def _captures(path: Path, step: int | None, stage: str | None, rank: int | None) -> list[DumpRef]:
-    """Return the captures below a path that the options leave."""
-    from pellucid.precision.dump import find_dumps
-
-    refs = find_dumps(path)
-    for name, wanted in (("step", step), ("stage", stage), ("rank", rank)):
-        there = dict.fromkeys(map(attrgetter(name), refs))
-        if wanted is not None and wanted not in there:
-            reason = f"'{path}' has no capture of {name} {wanted}."
-            raise UserError(f"--{name}", reason, f"It has: {', '.join(map(str, there))}.")
-    return [ref for ref in refs if step in (None, ref.step) and stage in (None, ref.stage) and rank in (None, ref.rank)]
 
 
 def _say(text: str, style: str) -> None:

@@ -28,6 +28,7 @@ def write_rollouts(
     mask: torch.Tensor | None = None,
     training_logp: torch.Tensor | None = None,
     correction_weights: torch.Tensor | None = None,
+    advantages: torch.Tensor | None = None,
     pieces: Callable[[list[int]], list[str]] | None = None,
 ) -> None:
     """Write one step's samples to `path` (`step_000001.jsonl.zst`), atomically.
@@ -40,6 +41,7 @@ def write_rollouts(
         mask: [B, T] bool, which tokens were trained on; None: all sampled ones of samples that have a reward.
         training_logp: [B, T] log-probs under the training policy; NaN where it computed none.
         correction_weights: [B, T] what the policy loss was multiplied by.
+        advantages: [B, T] what each token was credited with.
         pieces: turns token ids into one string a token, for people; None leaves `pieces` null in the file.
     """
 
@@ -59,6 +61,7 @@ def write_rollouts(
                 "mask": [int(kept) for kept in trained],
                 "training_logprobs": training,
                 "correction_weights": values(correction_weights, row),
+                "advantages": values(advantages, row),
             }
 
     write_lines(path, records())

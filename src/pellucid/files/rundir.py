@@ -118,8 +118,16 @@ class RunDir:
             if process and path.is_file() and not psutil.pid_exists(int(process[1])):
                 path.unlink(missing_ok=True)
 
-    def start_record(self, *, device: str, seeds: dict[str, int]) -> None:
-        """Append this process's start to `run.json`: versions, git state, device, seeds, time."""
+    def holder(self) -> int | None:
+        """Return the process id of this machine's process that trains the run now, None where none does."""
+        path = self.path / ".lock"
+        process, _, host = path.read_text().strip().partition(" on ") if path.exists() else ("", "", "")
+        if not process or host != socket.gethostname() or not psutil.pid_exists(int(process)):
+            return None
+        return int(process)
+
+    def start_record(self, *, device: str, seeds: dict[str, int], num_steps: int | None = None) -> None:
+        """Append this process's start to `run.json`: versions, git state, device, seeds, time, steps in all."""
         starts = self.read_record()
         if starts and starts[-1]["ended_at"] is None:
             starts[-1]["exit_reason"] = "lost: the process ended without a word (killed, or power cut)"
@@ -128,7 +136,7 @@ class RunDir:
             "command": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "platform": platform.platform(),
             "versions": {"python": platform.python_version(), "pellucid": pellucid.__version__}
             | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
-            "git": git_state(Path.cwd()), "device": device, "seeds": seeds,
+            "git": git_state(Path.cwd()), "device": device, "seeds": seeds, "num_steps": num_steps,
         })
         self._write_record(starts)
 

@@ -11,6 +11,7 @@ of it, a `Comparison`, `text.py` shows.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,8 +45,17 @@ from pellucid.precision.divergence import (
     quantity,
     walk,
 )
-from pellucid.precision.dump import StageDump
-from pellucid.precision.matching import Place, tokens_of_passes, tokens_of_samples
+from pellucid.precision.dump import StageDump, read_dump
+from pellucid.precision.matching import (
+    Place,
+    captures,
+    pairs_of,
+    place_of,
+    read_captures,
+    tokens_of_passes,
+    tokens_of_samples,
+    trainer_and_rollout,
+)
 from pellucid.stages import Stage
 
 RTOL = 1e-5
@@ -156,6 +166,65 @@ class Comparison:
     def max_error(self) -> float:
         """The largest error of everything."""
         return max((stage.max_error for stage in self.stages), default=SAME)
+
+
+def compare_folders(
+    a: Path,
+    b: Path | None,
+    *,
+    step: int | None = None,
+    stage: str | None = None,
+    rank: int | None = None,
+    by_sample: bool = False,
+    rtol: float | None = None,
+    track: Callable[[Any], Iterable[Any]] = iter,
+) -> Comparison:
+    """Compare the captures below two folders; with no `b`, a run's trainer with its rollout engine, by sample.
+
+    Args:
+        a: a run, its profile folder, or the folder of a step, a stage or a rank in it.
+        b: what to compare with.
+        step: compare this step alone; so with `stage` and `rank`.
+        stage: its name.
+        rank: its number.
+        by_sample: compare the same tokens over ranks and micro-batches of any number.
+        rtol: the largest relative error that is none; None: `RTOL`, by sample `RTOL_BY_SAMPLE`.
+        track: wraps the pairs that are gone through, for a progress bar.
+
+    Raises:
+        UserError: there are no such captures, or none that can be compared.
+    """
+    by_sample = by_sample or b is None
+    if b is None:
+        sides = trainer_and_rollout(captures(a, step, None, rank), stage)
+        names = [f"{a}, {side[0].stage}" for side in sides]
+    else:
+        sides, names = [captures(side, step, stage, rank) for side in (a, b)], [str(a), str(b)]
+    pairs, missing = pairs_of(sides[0], sides[1], by_sample=by_sample)
+    rtol = (RTOL_BY_SAMPLE if by_sample else RTOL) if rtol is None else rtol
+    stages = [
+        compare_stage(place, read_captures(mine), read_captures(theirs), by_sample=by_sample, rtol=rtol)
+        for place, mine, theirs in track(pairs)
+    ]
+    return summarise(stages, names[0], names[1], rtol=rtol, missing=missing)
+
+
+def check_folder(
+    a: Path,
+    *,
+    step: int | None = None,
+    stage: str | None = None,
+    rank: int | None = None,
+    track: Callable[[Any], Iterable[Any]] = iter,
+) -> Comparison:
+    """Look at the captures below a folder on their own; the arguments are those of `compare_folders`.
+
+    Raises:
+        UserError: there are no such captures.
+    """
+    refs = captures(a, step, stage, rank)
+    stages = [check_stage(place_of(ref, ref), read_dump(ref.folder)) for ref in track(refs)]
+    return summarise(stages, str(a), None, rtol=0.0)
 
 
 def summarise(

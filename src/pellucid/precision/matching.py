@@ -6,10 +6,12 @@ From what `find_dumps` found on both sides to pairs, in the order in which they 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 
 from pellucid.errors import UserError
 from pellucid.precision.capture_table import Capture
-from pellucid.precision.dump import DumpRef, StageDump, read_dump
+from pellucid.precision.dump import DumpRef, StageDump, find_dumps, read_dump
 from pellucid.stages import Stage
 
 _STAGES = list(map(str, Stage))
@@ -46,6 +48,23 @@ def place_of(a: DumpRef, b: DumpRef, *, all_ranks: bool = False) -> Place:
     step, stage, rank = (str(one) if one == other else f"{one}/{other}" for one, other in both)
     moment = f"step {step}, {stage}" + (f", capture {a.call + 1}" if a.call else "")
     return Place(a.step, a.stage, a.call, moment, "all ranks" if all_ranks else rank)
+
+
+def captures(
+    path: Path, step: int | None = None, stage: str | None = None, rank: int | None = None
+) -> list[DumpRef]:
+    """Return the captures below a path that are of a step, a stage and a rank; None takes all.
+
+    Raises:
+        UserError: there are none, or none of that step, stage or rank.
+    """
+    refs = find_dumps(path)
+    for name, wanted in (("step", step), ("stage", stage), ("rank", rank)):
+        there = dict.fromkeys(map(attrgetter(name), refs))
+        if wanted is not None and wanted not in there:
+            reason = f"'{path}' has no capture of {name} {wanted}."
+            raise UserError(f"--{name}", reason, f"It has: {', '.join(map(str, there))}.")
+    return [ref for ref in refs if step in (None, ref.step) and stage in (None, ref.stage) and rank in (None, ref.rank)]
 
 
 def read_captures(refs: Sequence[DumpRef]) -> list[Capture]:
