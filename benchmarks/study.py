@@ -24,8 +24,9 @@ import yaml
 from rich.progress import track
 
 from common import report
+from pellucid.metrics.plots import plot_runs
 from pellucid.metrics.trackers import read_metrics
-from plots import COLOURS, new_figure, plot_runs, save_figure, training_minutes
+from plots import COLOURS, new_figure, save_figure, training_minutes
 
 ROOT = Path(__file__).parents[1]
 

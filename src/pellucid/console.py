@@ -40,8 +40,10 @@ _said: set[str] = set()
 
 
 @contextmanager
-def log_to(path: Path) -> Iterator[None]:
+def log_to(path: Path, *, goes_on: bool = False) -> Iterator[None]:
     """Append to `path` a line with time and command, and what the process has printed and prints until the block ends.
+
+    `goes_on` leaves the line out, where an earlier block of the same command has written it.
 
     An exception that ends the block is added, with its traceback unless it is the user's mistake, because it is printed
     after the block.
@@ -50,7 +52,9 @@ def log_to(path: Path) -> Iterator[None]:
     early = _log.file
     assert isinstance(early, io.StringIO), "one log at a time"
     with path.open("a", encoding="utf-8", buffering=1) as file:
-        file.write(f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n{early.getvalue()}")
+        if not goes_on:
+            file.write(f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n")
+        file.write(early.getvalue())
         _log.file = file
         try:
             yield

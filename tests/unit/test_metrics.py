@@ -213,5 +213,5 @@ def test_plots(tmp_path):
     for name, num_lines in (("run", None), ("untrained", 1), ("empty", 0)):
         file = write_run(tmp_path / f"{name}.jsonl", 0.05)
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:num_lines]))
-        plots.plot_run(file, tmp_path / f"{name}.png")
+        plots.plot_runs({name: file}, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -19,6 +19,7 @@ from pellucid.cli.config import app as config_app
 from pellucid.cli.doctor import doctor
 from pellucid.cli.evaluate import evaluate
 from pellucid.cli.export import export
+from pellucid.cli.plot import plot
 from pellucid.cli.precision import app as precision_app
 from pellucid.cli.profile import app as profile_app
 from pellucid.cli.rollouts import rollouts_command
@@ -69,6 +70,7 @@ app.command()(chat)
 app.command()(export)
 app.command()(serve)
 app.command("rollouts")(rollouts_command)
+app.command()(plot)
 app.command()(doctor)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pellucid.config import SftConfig, load_config
-from pellucid.console import console, notice
+from pellucid.console import console, log_to, notice
 from pellucid.observe.recording import run_recorded, say_if_recorded
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
         for name, value in validate_run(config).items():
             console.print(f"{name}: {value:.4g}", markup=False)
     elif run_dir := train_run(config, recorded=recorded):
-        _summary(run_dir)
+        with log_to(run_dir.log, goes_on=True):
+            _summary(run_dir)
 
 
 def run_sft(recipe: Path, overrides: list[str]) -> None:
@@ -52,7 +53,7 @@ def run_sft(recipe: Path, overrides: list[str]) -> None:
 
 def _summary(run_dir: "RunDir") -> None:
     """Print where validation started and ended, draw the curve, and say what to look at next."""
-    from pellucid.metrics.plots import plot_run
+    from pellucid.metrics.plots import plot_runs
     from pellucid.metrics.trackers import read_metrics
 
     rows = read_metrics(run_dir.metrics)
@@ -60,6 +61,6 @@ def _summary(run_dir: "RunDir") -> None:
         values, task = [row[name] for row in rows if name in row], name[4:].removesuffix("/accuracy")
         console.print(f"{task} held-out accuracy: {values[0]:.1%} → {values[-1]:.1%}", style="bold green")
     curve = run_dir.path / "curve.png"
-    plot_run(run_dir.metrics, curve)
+    plot_runs({run_dir.path.name: run_dir.metrics}, curve)
     commands = f"rollouts: pellucid rollouts {run_dir.path}\nmodel: pellucid export {run_dir.path} --out FOLDER"
     console.print(f"curve: {curve}\n{commands}", markup=False)

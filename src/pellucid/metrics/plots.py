@@ -1,34 +1,70 @@
-"""Draws a run's learning curve as a picture file, from its `metrics.jsonl`."""
+"""Draws learning curves of runs as a picture file, from their `metrics.jsonl`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+from pellucid.errors import UserError, did_you_mean
+from pellucid.metrics.definitions import find
 from pellucid.metrics.trackers import read_metrics
 
-COLOUR = "#2a6f97"
+COLOURS = ("#2a6f97", "#e07a5f", "#3d9970", "#b8860b", "#6a4c93", "#c9184a", "#5c677d", "#00b4d8")
+REWARD = "critic/score/mean"
+TITLES = {REWARD: "Reward"}
 
 
-def plot_run(metrics: Path, path_png: Path) -> None:
-    """Draw held-out accuracy of each task over minutes of training, and mean reward over steps."""
+def plot_runs(runs: Mapping[str, Path], path_image: Path, metrics: Sequence[str] = ()) -> None:
+    """Draw metrics of some runs: by default the held-out accuracy of each task over minutes of training, and the mean
+    reward over steps.
+
+    Args:
+        runs: `metrics.jsonl` by what to call the run.
+        path_image: PNG, or what else its ending names: PDF, SVG.
+        metrics: a panel for each of these over steps instead.
+
+    Raises:
+        UserError: no run has such a metric.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    rows = read_metrics(metrics)
-    figure = Figure(figsize=(9.6, 3.8), dpi=150)
-    accuracy, reward = figure.subplots(1, 2, gridspec_kw={"left": 0.07, "right": 0.98, "bottom": 0.13, "top": 0.91})
-    minutes = list(accumulate(row.get("timing_s/step", 0.0) / 60 for row in rows))
-    seen = dict.fromkeys(name for row in rows for name in row)
-    for marker, name in zip("osD^vP*X" * len(seen), (name for name in seen if name.endswith("/accuracy"))):
-        points = [(minute, row[name]) for minute, row in zip(minutes, rows) if row.get(name) is not None]
-        task = name.removeprefix("val/").removesuffix("/accuracy")
-        accuracy.plot(*zip(*points), color=COLOUR, marker=marker, markersize=4, label=task)
-    reward.plot(*zip(*((row["step"], row.get("critic/score/mean")) for row in rows)), color=COLOUR)
-    accuracy.set(title="Held-out accuracy", xlabel="training time (minutes)", ylim=(-0.02, 1.02))
-    accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    if accuracy.get_legend_handles_labels()[1]:
+    rows = {name: read_metrics(file) for name, file in runs.items()}
+    seen = dict.fromkeys(key for some in rows.values() for row in some for key in row)
+    if unknown := [metric for metric in metrics if metric not in seen]:
+        raise UserError("--metric", f"no run has '{unknown[0]}'.", did_you_mean(unknown[0], seen))
+    tasks = [] if metrics else [name for name in seen if name.startswith("val/") and name.endswith("/accuracy")]
+    panels = list(metrics) or [REWARD]
+    num_panels = bool(tasks) + len(panels)
+    figure = Figure(figsize=(4.8 * max(num_panels, 1.4), 3.8), dpi=150, layout="constrained")
+    axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
+    if tasks:
+        accuracy = axes.pop(0)
+        for (run, some), colour in zip(rows.items(), COLOURS * len(rows)):
+            minutes = list(accumulate(row.get("timing_s/step", 0.0) / 60 for row in some))
+            for marker, name in zip("osD^vP*X" * len(tasks), tasks):
+                points = _points(zip(minutes, some), name)
+                task = name.removeprefix("val/").removesuffix("/accuracy")
+                label = task if len(rows) == 1 else run if len(tasks) == 1 else f"{run}, {task}"
+                accuracy.plot(*points, color=colour, marker=marker, markersize=4, label=label)
+        accuracy.set(title="Held-out accuracy", xlabel="training time (minutes)", ylim=(-0.02, 1.02))
+        accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         accuracy.legend(frameon=False, fontsize=9)
-    reward.set(title="Reward", xlabel="step", ylabel="mean reward of a sample")
-    reward.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path_png)
+    for panel, metric in zip(axes, panels):
+        for (run, some), colour in zip(rows.items(), COLOURS * len(rows)):
+            panel.plot(*_points(((row["step"], row) for row in some), metric), color=colour, label=run)
+        known = find(metric)
+        unit = "mean reward of a sample" if metric == REWARD else known.unit if known else ""
+        panel.set(title=TITLES.get(metric, metric), xlabel="step", ylabel=unit)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(rows) > 1 and not tasks:
+            panel.legend(frameon=False, fontsize=9)
+    figure.savefig(path_image)
+
+
+def _points(places: Any, metric: str) -> tuple[list[float], list[float]]:
+    """Return where rows have a metric, and its values; `places` are pairs of a place and its row."""
+    pairs = [(place, row[metric]) for place, row in places if row.get(metric) is not None]
+    return [place for place, _ in pairs], [value for _, value in pairs]
