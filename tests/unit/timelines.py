@@ -22,7 +22,7 @@ class Writer:
     lines: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        about = {"name": self.name, "host": self.host, "clock_offset_us": self.behind_us}
+        about = {"name": self.name, "host": self.host, "clock_offset_us": self.behind_us, "started_us": EPOCH_US}
         self.lines.append(json.dumps({"name": "process_name", "ph": "M", "pid": self.pid, "args": about}))
 
     def span(self, name: str, at_s: float, dur_s: float, *, cpu_s: float | None = None, lane: int = 0, **args):

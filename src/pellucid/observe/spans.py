@@ -78,7 +78,7 @@ class SpanRecorder:
         self._durations_s: dict[tuple[int | None, str], float] = {}
         self._path, self._process = trace_path, process
         self._trace: TextIO | None = None
-        self._pid, self._offset_us = os.getpid(), 0.0
+        self._pid, self._offset_us, self._started_us = os.getpid(), 0.0, time.time_ns() // 1000
         self._queue = _CoreQueue()
         self._lock = threading.Lock()
         self._taken_rows: set[int] = set()
@@ -93,6 +93,7 @@ class SpanRecorder:
 
     def _introduce(self, trace: TextIO) -> None:
         about = {"name": self._process, "host": socket.gethostname(), "clock_offset_us": self._offset_us}
+        about["started_us"] = self._started_us
         trace.write(json.dumps({"name": "process_name", "ph": "M", "pid": self._pid, "args": about}) + ",\n")
 
     @contextmanager
@@ -183,10 +184,10 @@ class SpanRecorder:
 
     def _open(self, path: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
-        resumed = path.exists()
-        trace = path.open("a", encoding="utf-8")
         # The JSON array format of the trace viewers allows a missing "]", so a killed run stays readable.
-        trace.write("\n" if resumed else "[\n")  # below what may be half a line
+        resumed = path.exists() and _reopen(path)
+        trace = path.open("a", encoding="utf-8")
+        trace.write("" if resumed else "[\n")
         self._introduce(trace)
         return trace
 
@@ -212,8 +213,29 @@ class SpanRecorder:
         return timings
 
     def close(self) -> None:
-        """Flush and close the timeline file."""
+        """Flush and close the timeline file, which then is JSON."""
         with self._lock:
-            if self._trace is not None:
+            if self._trace is not None and self._path is not None:
                 self._trace.close()
+                with self._path.open("rb+") as file:
+                    file.seek(-len(_NEXT), os.SEEK_END)
+                    file.write(_END)
             self._path = self._trace = None
+
+
+_NEXT, _END = b",\n", b"\n]\n"
+"""What ends a timeline to which events are added, and one that is closed."""
+_TAIL_BYTES = 1 << 16
+
+
+def _reopen(path: Path) -> bool:
+    """Take a timeline's closing bracket, or half a line that a kill left, away; return whether an event is left."""
+    with path.open("rb+") as file:
+        start = file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+        tail = file.read()
+        lines = tail[: tail.rfind(b"\n") + 1]
+        closed = lines.endswith(_END)
+        file.seek(start)
+        file.write(lines.removesuffix(_END) + _NEXT * closed)
+        file.truncate()
+        return file.tell() > 0
