@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder  # two cores; many tests wait a lot
 
-.PHONY: demo test test-fast test-vllm test-sglang lint types recipes bench docs clean
+.PHONY: demo test test-long test-fast test-vllm test-sglang lint types recipes bench docs clean
 
 .venv/base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -21,8 +21,11 @@ demo: .venv/base  ## train the built-in model and show what came of it
 	$(BIN)/pellucid train recipes/demo.yaml
 	$(BIN)/pellucid rollouts outputs/pellucid/demo --limit 3
 
-test: .venv/dev  ## run every test
-	$(PYTEST) --durations=25
+test: .venv/dev  ## run the tests, without the long ones
+	$(PYTEST) -m "not long" --durations=25
+
+test-long: .venv/dev  ## run the long ones: rarer variants of what other tests have
+	$(PYTEST) -m long --durations=25
 
 test-fast: .venv/dev  ## run the tests that start no process: a minute and a half
 	$(PYTEST) -n 2 -m "not processes" tests/unit tests/contract

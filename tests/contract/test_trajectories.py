@@ -156,7 +156,7 @@ def test_nothing_is_kept_of_a_turn_that_was_given_up(engine):
 def test_a_trajectory_that_was_begun_goes_on_with_the_same_tokens(engine):
     whole = run_sync(ECHO.roll_out(engine, Sample(NUMBER, 0, STREAM), LONG))
     assert len(whole.turns) == 3
-    for num_tokens in range(0, len(whole.token_ids) + 1, 3):
+    for num_tokens in range(0, len(whole.token_ids) + 1, 7):
         begun = Sample(NUMBER, 0, STREAM)
         begun.add(*(list(values)[:num_tokens] for values in (whole.token_ids, whole.logprobs, whole.versions)))
         begun.turns = [turn for turn in whole.turns if turn.end <= num_tokens]

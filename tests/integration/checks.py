@@ -1,5 +1,6 @@
 """What every training run must satisfy, whatever the algorithm: used by the tests of algorithms, correction and roles."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ NO_VALIDATION = ("data.val_files=null", "trainer.save_freq=-1")
 CPU = torch.device("cpu")
 ONE_STEP = ("trainer.total_training_steps=1", *NO_VALIDATION)
 TWO_STEPS = ("trainer.total_training_steps=2", *NO_VALIDATION)
+
+
+def but_first_long(values: Iterable[object]) -> list[object]:
+    """Return parameters of a test: the first for `make test`, all others for `make test-long`."""
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.long) for value in others)]
 
 
 def checked_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -77,6 +77,7 @@ def test_a_wrong_recipe_is_no_finding(work):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.long
 def test_more_ranks_than_cores(work):
     """The ranks find no place, and Ray itself is still tried."""
     pytest.importorskip("ray")
@@ -98,6 +99,7 @@ def test_a_cluster_has_a_place_for_each_rank(work, ranks):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_cluster_that_does_not_answer(work):
     pytest.importorskip("ray")
     address = f"127.0.0.1:{closed_port()}"

@@ -102,6 +102,7 @@ def test_whole_steps_are_captured_even_one_that_fails(work: Workspace) -> None:
     assert done.text.count("plan samples per step") <= 1 and not nsys_processes(work)
 
 
+@pytest.mark.long
 def test_discrete_captures_count_the_stages_in_order_until_a_signal(work: Workspace) -> None:
     mode = (f"{ACTOR}.tool_config.nsys.discrete=true", "global_profiler.steps=[1,2]")
     command = start_held(work, *mode, num_free=NUM_SAMPLES)
@@ -131,6 +132,7 @@ def test_killing_the_command_kills_the_training(work: Workspace) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_of_two_ranks_the_one_chosen_leaves_its_file_even_if_it_is_killed(work: Workspace, ranks: tuple[str, ...]) -> None:
     chosen = (f"{ACTOR}.all_ranks=false", f"{ACTOR}.ranks=[0]", "global_profiler.steps=[1]")
     command = start_held(work, *ranks, *chosen)

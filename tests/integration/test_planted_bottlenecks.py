@@ -120,6 +120,7 @@ def test_what_capturing_the_only_step_took_is_a_row_of_its_own(planted: Workspac
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_rank_that_has_more_to_do_is_the_bottleneck(planted: Workspace, ranks: tuple[str, ...]) -> None:
     planted.train(*QUIET, *ranks, f"{LOSS}=losses.py:works_more")
     report = report_of(planted.run_dir)

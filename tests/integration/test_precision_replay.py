@@ -102,7 +102,7 @@ def test_a_nan_in_an_update_is_named_saved_and_found_again(work: Workspace) -> N
 @pytest.mark.parametrize(
     ("stage", "when"),
     [
-        ("rollout_generate", "torch.is_inference_mode_enabled() and ids.shape[1] > 12"),
+        pytest.param("rollout_generate", "torch.is_inference_mode_enabled() and ids.shape[1] > 12", marks=pytest.mark.long),
         ("actor_compute_log_prob", "not torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and ids.shape[1] > 12"),
     ],
     ids=["rollout_generate", "actor_compute_log_prob"],

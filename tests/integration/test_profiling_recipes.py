@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import but_first_long
 from commands import Done
 from profiles import manifest, nsys_ranges, ranges
 
@@ -103,7 +104,7 @@ def test_off_writes_no_profile(work: Workspace, name: str) -> None:
     assert (run_dir / "timeline" / "controller.json").exists() and not (run_dir / "profile").exists()
 
 
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("name", but_first_long(TORCH))
 def test_pytorchs_tools(work: Workspace, name: str) -> None:
     _, run_dir = train(work, name)
     files = files_of(work, run_dir)
@@ -112,7 +113,7 @@ def test_pytorchs_tools(work: Workspace, name: str) -> None:
     assert sorted(Path(file["path"]).suffix for file in files) == endings
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", but_first_long(SAMPLED))
 def test_what_the_ascend_guide_patches_sources_for(work: Workspace, name: str) -> None:
     _, unit, first, count, names = SAMPLED[name]
     _, run_dir = train(work, name)
@@ -131,7 +132,7 @@ def only_step_1(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NPU)
+@pytest.mark.parametrize("name", but_first_long(NPU))
 def test_the_ascend_guides_examples(npu_work: Workspace, name: str) -> None:
     done, run_dir = train(npu_work, name, ON_CPU, *only_step_1(name))
     assert "global_profiler.tool: npu, the one tool that profiled roles have settings of" in done.text
@@ -162,6 +163,7 @@ def check_captures(done: Done, work: Workspace, run_dir: Path, name: str) -> lis
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nsys") is None, reason="needs nsys")
+@pytest.mark.long
 def test_the_nsight_guides_whole_steps_on_a_cluster_of_their_own(work: Workspace) -> None:
     pytest.importorskip("ray")
     name = "nsight_end_to_end"
@@ -178,6 +180,7 @@ def test_the_nsight_guides_whole_steps_on_a_cluster_of_their_own(work: Workspace
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nsys") is None, reason="needs nsys")
+@pytest.mark.long
 def test_the_nsight_guides_stages(work: Workspace, ranks: tuple[str, ...]) -> None:
     name = "nsight_discrete"
     done, run_dir = train(work, name, *ranks, *only_step_1(name))

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from checks import assert_same_samples, assert_trained_alike, checked_metrics, dump
+from checks import assert_same_samples, assert_trained_alike, but_first_long, checked_metrics, dump
 from commands import Server, wait_for
 from processes import all_gone, processes_of, steps_done, with_children
 from profiles import manifest, ranges
@@ -157,7 +157,7 @@ def test_a_killed_rank_is_named_with_its_log_and_restarts_finish_the_run(work: W
     assert reasons[-1] == "finished" and "policy rank 1" in reasons[-2]
 
 
-@pytest.mark.parametrize("between_stages", [False, True])
+@pytest.mark.parametrize("between_stages", but_first_long([True, False]))
 def test_a_stopped_rank_is_named_within_the_time_out(
     work: Workspace, ranks: tuple[str, ...], between_stages: bool
 ) -> None:
@@ -174,6 +174,7 @@ def test_a_stopped_rank_is_named_within_the_time_out(
     assert all_gone(started)
 
 
+@pytest.mark.long
 def test_a_rank_stopped_while_it_saves_in_the_background_is_named(work: Workspace, ranks: tuple[str, ...]) -> None:
     length = ("trainer.total_training_steps=1", "trainer.stall_timeout_s=6")
     saves = ("trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.async_save=true")

@@ -64,7 +64,8 @@ def test_a_replica_left_out_of_an_update_is_named(work: Workspace, ranks: tuple[
     ("number", "said"),
     [
         (signal.SIGKILL, r"rollout replica 1: the process died"),
-        (signal.SIGSTOP, r"rollout replica 1: no progress in \w+ for \d+ s: it does not answer"),
+        pytest.param(
+            signal.SIGSTOP, r"rollout replica 1: no progress in \w+ for \d+ s: it does not answer", marks=pytest.mark.long),
     ],
 )
 def test_a_replica_that_ends_or_stalls_is_named_with_its_log(
@@ -82,6 +83,7 @@ def test_a_replica_that_ends_or_stalls_is_named_with_its_log(
     assert all_gone(started)
 
 
+@pytest.mark.long
 def test_a_killed_controller_leaves_no_replica(work: Workspace) -> None:
     own = ("trainer.placement=ray", f"{ROLLOUT}.mode=separate", f"{ROLLOUT}.n_gpus_per_node=1")
     command = work.start("train", work.recipe, *own, *ENDLESS)

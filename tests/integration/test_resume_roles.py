@@ -7,7 +7,7 @@ import json
 import signal
 
 import pytest
-from checks import ONE_STEP
+from checks import ONE_STEP, but_first_long
 from commands import wait_for
 from safetensors.torch import load_file
 
@@ -36,7 +36,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", but_first_long(CASES))
 def test_killed_and_stopped_it_ends_as_if_nothing_had_happened(work, case):
     overrides = ("data.val_files=null", *CASES[case])
     work.train(*overrides, "trainer.default_local_dir=undisturbed")

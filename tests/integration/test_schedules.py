@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 
 import pytest
+from checks import but_first_long
 from commands import wait_for
 
 from conftest import Workspace, metrics, state
@@ -68,7 +69,7 @@ def test_one_step_off_is_sync_with_weights_of_a_step_ago_and_resumes_bitwise(wor
     assert learned(work) == whole and state(work.run_dir) == finished
 
 
-@pytest.mark.parametrize("update", ["keep", "abort", "finish"])
+@pytest.mark.parametrize("update", but_first_long(["keep", "abort", "finish"]))
 def test_async_trains_on_every_group_once_within_its_staleness(work, update):
     work.train(*ASYNC, f"actor_rollout_ref.rollout.update={update}")
     rows, records = metrics(work.run_dir), trained_on(work)
@@ -83,7 +84,7 @@ def test_async_trains_on_every_group_once_within_its_staleness(work, update):
     assert sum(row["async/dropped_groups"] for row in rows) == 0 and all(row["mismatch/mismatch_kl"] is not None for row in rows)
 
 
-@pytest.mark.parametrize("turns", [(), GAME], ids=["answers", "turns"])
+@pytest.mark.parametrize("turns", [(), pytest.param(GAME, marks=pytest.mark.long)], ids=["answers", "turns"])
 def test_async_goes_on_with_what_was_sampled_when_it_was_killed(work, turns):
     """That of the checkpoint, and from the journal what was finished after it: known by a token that is altered there."""
 
@@ -123,6 +124,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.long
 def test_async_that_finds_no_useful_groups_goes_on_without_repeating_a_prompt(work):
     """Further prompts are drawn within the step that fails; the checkpoint written then must not go back before them."""
     work.write("reward.py", REWARD)

@@ -75,7 +75,10 @@ def assert_reported(work: Workspace, done: Done) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "status"), [("asleep", 1), ("matching", 1), ("hashing", -signal.SIGKILL), ("deaf", -signal.SIGKILL)]
+    ("how", "status"), [
+        ("asleep", 1), ("deaf", -signal.SIGKILL), pytest.param("matching", 1, marks=pytest.mark.long),
+        pytest.param("hashing", -signal.SIGKILL, marks=pytest.mark.long),
+    ],
 )
 def test_a_stuck_run_ends_with_a_report_and_can_be_resumed(work, how, status):
     write_plugins(work, how)
@@ -115,6 +118,7 @@ def test_a_stall_of_validation_alone_ends_it_and_its_reward_workers(work):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_scores_that_take_longer_than_the_time_out_one_after_the_other_are_no_stall(work):
     """8 answers at 1.5 s each, one at a time: half as long again as the time-out, in steps of a fifth of it."""
     work.write("reward.py", REWARD.format(seconds=1.5))
@@ -123,6 +127,7 @@ def test_scores_that_take_longer_than_the_time_out_one_after_the_other_are_no_st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_suspended_run_goes_on(work):
     """Suspended for longer than the time-out and all that comes on top of it."""
     work.write("plugin.py", PLUGIN + "HOW = 'asleep'\n")

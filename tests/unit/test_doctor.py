@@ -358,6 +358,7 @@ def test_a_recipe_brings_its_own_checks_in_order(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.long
 def test_ray_that_cannot_start_says_why(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     folder = tmp_path / ("x" * 60)

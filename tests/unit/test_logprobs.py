@@ -228,7 +228,7 @@ def test_another_vocabulary_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler on a CPU")
-@pytest.mark.parametrize(("dtype", "terms"), [(torch.float32, "logp+entropy+kl"), (torch.bfloat16, "logp")])
+@pytest.mark.parametrize(("dtype", "terms"), [pytest.param(torch.float32, "logp+entropy+kl", marks=pytest.mark.long), (torch.bfloat16, "logp")])
 @pytest.mark.processes
 def test_compiled_chunks_give_the_same_numbers(monkeypatch, dtype, terms):
     """Values and gradients within the rounding of the head's dtype, for whole chunks and a shorter last one."""
