@@ -41,8 +41,9 @@ MAY_IMPORT = {
     "rollout": {"errors", "types", "seeding", "process_guard", "training", "stages", "config.schema"},
     "agents": BASE | {"tasks", "rollout", "config.schema"},
     "ranks": BASE | ROOMS | RUN,
+    "view": BASE | {"metrics", "files", "observe", "precision", "config"},
     "doctor": BASE | ROOMS | RUN,
-    "cli": BASE | ROOMS | RUN | API | {"doctor"},
+    "cli": BASE | ROOMS | RUN | API | {"doctor", "view"},
     **dict.fromkeys(API, BASE | ROOMS | RUN | API),
     **dict.fromkeys(BASE, BASE),
     **dict.fromkeys(RUN, BASE | ROOMS | RUN),
@@ -53,7 +54,7 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3030,
+    ("loop", *sorted(RUN - {"loop"})): 3040,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
     ("config",): 4740,
@@ -65,15 +66,16 @@ BUDGETS = {
     ("agents",): 2770,
     ("ranks",): 1890,
     ("observe",): 4800,
-    ("precision",): 3375,
-    ("metrics", "files"): 1555,
-    ("cli", "doctor"): 1860,
+    ("precision",): 3450,
+    ("metrics", "files"): 1610,
+    ("cli", "doctor"): 1940,
+    ("view",): 880,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 35_660
+MAX_LINES = 36_760
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

@@ -21,8 +21,8 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
             compressed.write(json.dumps(record, default=str).encode() + b"\n")
 
 
-def read_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
-    """Return the objects that `write_lines` wrote.
+def read_lines(path: Path, remedy: str, holding: str = "") -> list[dict[str, Any]]:
+    """Return the objects that `write_lines` wrote, of lines that hold a text as it is written there.
 
     Raises:
         UserError: the file is missing, truncated or altered; `remedy` says what to do then.
@@ -32,7 +32,7 @@ def read_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
         lines = decompressor.decompress(path.read_bytes())
         if not decompressor.eof or decompressor.unused_data:
             raise UserError(str(path), "is truncated or has bytes added to it.", remedy)
-        return [json.loads(line) for line in lines.splitlines()]
+        return [json.loads(line) for line in lines.splitlines() if holding.encode() in line]
     except FileNotFoundError as error:
         raise UserError(str(path), "does not exist.") from error
     except (zstandard.ZstdError, json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ One JSON object a line, one line a sample; the zstd frame carries a checksum, so
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,13 +68,17 @@ def write_rollouts(
     write_lines(path, records())
 
 
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
+def read_rollouts(path: Path, uid: str | None = None) -> list[dict[str, Any]]:
     """Return the samples of a dump, in the order written; the keys are those of the file (see `_record`).
+
+    Args:
+        path: the file.
+        uid: of this prompt alone, which is faster than all of them.
 
     Raises:
         UserError: the file is missing, truncated or altered.
     """
-    return read_lines(path, "Read another step.")
+    return read_lines(path, "Read another step.", "" if uid is None else f'"uid": {json.dumps(uid)}')
 
 
 def sampled_tokens(record: dict[str, Any]) -> list[int]:
