@@ -65,7 +65,7 @@ BUDGETS = {
     ("rollout",): 4400,
     ("agents",): 2770,
     ("ranks",): 1890,
-    ("observe",): 4800,
+    ("observe",): 4840,
     ("precision",): 3450,
     ("metrics", "files"): 1610,
     ("cli", "doctor"): 1940,
@@ -75,7 +75,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 36_760
+MAX_LINES = 36_900
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}
