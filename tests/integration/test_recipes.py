@@ -38,7 +38,7 @@ def test_recipe_parses(recipe: Path) -> None:
 def test_recipe_runs(recipe: Path, tmp_path: Path, server: Server) -> None:
     # A critic's warm-up may be longer than the two steps here.
     command, warmup = ("sft", []) if is_sft(recipe) else ("train", ["trainer.critic_warmup=0"])
-    overrides = ["trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path / 'run'}", *warmup]
+    overrides = ["trainer.total_training_steps=2", "data.val_max_samples=8", f"trainer.default_local_dir={tmp_path / 'run'}", *warmup]
     done = server.start([command, str(recipe), *overrides], ROOT, tmp_path / "output.log").wait()
     assert done.status == 0, done.output
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2

@@ -24,6 +24,7 @@ from pellucid.cli.precision import app as precision_app
 from pellucid.cli.profile import app as profile_app
 from pellucid.cli.rollouts import rollouts_command
 from pellucid.cli.serve import serve
+from pellucid.cli.sweep import sweep
 from pellucid.cli.view import view
 from pellucid.console import error_console
 from pellucid.errors import NonFiniteError, RunFailedError, UserError
@@ -71,6 +72,7 @@ app.command()(chat)
 app.command()(export)
 app.command()(serve)
 app.command("rollouts")(rollouts_command)
+app.command()(sweep)
 app.command()(plot)
 app.command()(view)
 app.command()(doctor)

@@ -97,18 +97,36 @@ def parse_override(word: str) -> Override:
     Raises:
         UserError: it is none, or it gives several values.
     """
+    override = _parsed(word)
+    if override.is_sweep_override():
+        raise UserError(word, "several values for one key.", "A list is written with brackets: 'key=[a,b]'.")
+    return override
+
+
+def each_of(word: str) -> list[str]:
+    """Return the overrides that one of several values stands for: of `key=a,b` both `key=a` and `key=b`.
+
+    Raises:
+        UserError: it is none, or its values cannot be counted.
+    """
+    override = _parsed(_BARE_TASK.sub(r'\1="\2"', word))
+    if not override.is_sweep_override():
+        return [word]
+    if override.is_interval_sweep():
+        raise UserError(word, "an interval has no end of values.", "Write the values with commas: key=a,b,c.")
+    return [f"{word.partition('=')[0]}={value}" for value in override.sweep_string_iterator()]
+
+
+def _parsed(word: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        override = OverridesParser.create().parse_override(word)
+        return OverridesParser.create().parse_override(word)
     except HydraException as error:
         reason = str(error).split("\n")[0]
         remedy = "Write key=value; put a value with special characters in quotes: 'key=\"value\"'."
         raise UserError(word, f"this override cannot be read ({reason}).", remedy) from error
-    if override.is_sweep_override():
-        raise UserError(word, "several values for one key.", "A list is written with brackets: 'key=[a,b]'.")
-    return override
 
 
 def put_override(tree: DictConfig, override: Override) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pellucid.errors import UserError, did_you_mean
 from pellucid.metrics.definitions import find
@@ -62,6 +65,43 @@ def plot_runs(runs: Mapping[str, Path], path_image: Path, metrics: Sequence[str]
         if len(rows) > 1 and not tasks:
             panel.legend(frameon=False, fontsize=9)
     figure.savefig(path_image)
+
+
+def plot_groups(groups: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], path_image: Path, metric: str) -> None:
+    """Draw a metric over steps of groups of runs, as their mean with a band of one standard deviation.
+
+    Args:
+        groups: rows of `metrics.jsonl` of each run, by group.
+        path_image: PNG, or what else its ending names.
+        metric: its name.
+
+    Raises:
+        UserError: no run has such a metric.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for (group, runs), colour in zip(groups.items(), COLOURS * len(groups)):
+        series = [_points(((row["step"], row) for row in rows), metric) for rows in runs]
+        if series := [points for points in series if points[0]]:
+            xs, mean, spread = mean_band(series)
+            axes.plot(xs, mean, color=colour, label=f"{group} ({len(series)})" if len(series) > 1 else group)
+            axes.fill_between(xs, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+    if not axes.lines:
+        seen = {name for runs in groups.values() for rows in runs for row in rows for name in row}
+        raise UserError("--metric", f"no run has '{metric}'.", did_you_mean(metric, seen))
+    known = find(metric)
+    axes.set(title=metric, xlabel="step", ylabel=known.unit if known else "")
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path_image)
+
+
+def mean_band(series: Sequence[tuple[Any, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return places, mean and standard deviation of some curves, each read between its points where it has some."""
+    xs = np.unique(np.concatenate([np.asarray(points[0], dtype=float) for points in series]))
+    values = np.stack([np.interp(xs, *points, left=math.nan, right=math.nan) for points in series])
+    return xs, np.nanmean(values, axis=0), np.nanstd(values, axis=0)
 
 
 def _points(places: Any, metric: str) -> tuple[list[float], list[float]]:

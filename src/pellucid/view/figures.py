@@ -5,7 +5,6 @@ Metrics of runs, spans of a step and errors of modules come in as plain values; 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pellucid.metrics.definitions import find
+from pellucid.metrics.plots import mean_band
 from pellucid.observe.report.timeline import Span
 
 MAX_POINTS = 1000
@@ -115,11 +115,7 @@ def _line(name: str, xs: np.ndarray, ys: np.ndarray, colour: str) -> dict[str, A
 
 def _band(name: str, series: list[tuple[np.ndarray, np.ndarray]], colour: str, smooth: float) -> list[dict[str, Any]]:
     """Return the mean of some runs where at least one has a value, and a band around it."""
-    xs = np.unique(np.concatenate([points[0] for points in series]))
-    values = np.stack([
-        np.interp(xs, points[0], smoothed(points[1], smooth), left=math.nan, right=math.nan) for points in series
-    ])  # fmt: skip
-    mean, spread = np.nanmean(values, axis=0), np.nanstd(values, axis=0)
+    xs, mean, spread = mean_band([(points[0], smoothed(points[1], smooth)) for points in series])
     label = f"{name} ({len(series)} run{'s' * (len(series) > 1)})"
     edges = [_line(label, xs, mean + sign * spread, colour) for sign in (-1, 1)]
     for edge in edges:
