@@ -5,6 +5,7 @@ The commands of the same names do the same through the same functions. `pellucid
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
@@ -254,6 +255,12 @@ def evaluate(
         raise UserError("--temperature", reason, "Leave it out, or set --samples 1.")
     if reward is not None and ":" not in reward:
         raise UserError("--reward", f"'{reward}' names no function.", f"Write it as {reward}:compute_score.")
+    if out is not None:
+        try:  # before anything is asked
+            out.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out.parent).close()
+        except OSError as error:
+            raise UserError("--out", f"'{out}' cannot be written: {error.strerror}.") from error
     asked = load_asked(str(model), recipe, device)
     data = asked.config.data
     if files is None and data.val_files is None:

@@ -29,7 +29,8 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = next(kind for kind, ready in available.items() if ready)
     if name not in available:
-        raise UserError("trainer.device", f"'{name}' is no kind of device.", did_you_mean(name, [*available, "auto"]))
+        close = "Did you mean 'cuda'?" if name == "gpu" else did_you_mean(name, [*available, "auto"])
+        raise UserError("trainer.device", f"'{name}' is no kind of device.", close)
     if not available[name]:
         found = ", ".join(kind for kind, ready in available.items() if ready)
         reason = f"'{name}' is not available on this machine (found: {found})."

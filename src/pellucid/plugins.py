@@ -30,12 +30,14 @@ def load_object(spec: str, field: str) -> Any:
         remedy = "Write it as 'package.module:name' or 'file.py:name'."
         raise UserError(field, f"'{spec}' is not an import path.", remedy)
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if path is None and Path(place).expanduser().exists():
+        raise UserError(field, f"'{place}' is no Python file.", "Name one that ends in .py, or package.module:name.")
     if path is not None and not path.is_file():
         remedy = "Give a path relative to the current folder, or an absolute one."
         raise UserError(field, f"the file '{path}' does not exist.", remedy)
     try:
         module = importlib.import_module(place) if path is None else _run_file(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"'{place}' fails when it is imported ({what_failed(error, spec)})."
         raise UserError(field, reason, "Mend it, or put its folder on PYTHONPATH.") from error
     if name not in vars(module):

@@ -172,6 +172,9 @@ class Inputs:
     estimator: Estimator
 
 
+VERIFIED_AGENTS = ("single_turn", "tools")
+"""Those that give no rewards themselves."""
+
 ReadPrompts = Callable[[RunConfig, PreTrainedTokenizerBase, Literal["train", "val"], AgentLoop], list[Prompt]]
 
 
@@ -198,6 +201,9 @@ def load_inputs(config: RunConfig, read: ReadPrompts = read_prompts) -> Inputs:
         loop = opened.enter_context(closing(run_loop(config, tokenizer)))
         train = read(config, tokenizer, "train", loop)
         val = read(config, tokenizer, "val", loop) if config.data.val_files else []
+        verified = config.reward_model.rule_weight and config.actor_rollout_ref.rollout.agent.name in VERIFIED_AGENTS
+        if read is read_prompts and verified:
+            scorer.require_verifiers(prompt.task for prompt in [*train, *val])
         opened.pop_all()  # the tools stay
     return Inputs(tokenizer, loop, train, val, scorer, policy_loss, estimator)
 

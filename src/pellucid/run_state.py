@@ -92,7 +92,6 @@ def find_checkpoint(config: RunConfig, store: CheckpointStore) -> Path | None:
     mode = config.trainer.resume_mode
     if mode == "disable":
         return None
-    store.recover()
     if mode == "resume_path":
         assert config.trainer.resume_from_path is not None
         checkpoint = store.resolve(config.trainer.resume_from_path)

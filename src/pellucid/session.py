@@ -11,28 +11,36 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from pellucid import devices
 from pellucid.config import RunConfig, SftConfig
+from pellucid.config.convert import ConfigError, raise_all
 from pellucid.config.load import resolved_yaml
 from pellucid.console import console, error_console, log_to, notice
-from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, RunFailedError
+from pellucid.data.sources import hub_names, load_rows
+from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, RunFailedError, UserError
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.files.rundir import RunDir, atomic_write
 from pellucid.interrupt import StopRequested
 from pellucid.learn import learn, publish
 from pellucid.loop import train
-from pellucid.metrics.best import KeepBest
-from pellucid.metrics.trackers import TrackerContext, Trackers, open_trackers, read_metrics
+from pellucid.metrics.alerts import Alerts
+from pellucid.metrics.best import KeepBest, require_metric
+from pellucid.metrics.trackers import TrackerContext, Trackers, open_trackers, read_metrics, require_packages
 from pellucid.observe.captures import check_tools, finish
 from pellucid.observe.stall import StallEnding, StallError
 from pellucid.produce import produce
 from pellucid.ranks import RankFailedError
-from pellucid.run import Callback, Inputs, Run, build_run, load_inputs, num_steps, print_plan
+from pellucid.reward.scorer import make_scorer
+from pellucid.run import Callback, Inputs, Run, build_run, load_inputs, num_steps, print_plan, read_prompts
 from pellucid.run_state import checkpoint_step, find_checkpoint, restore
 from pellucid.schedules import Job
-from pellucid.sft import SUPERVISED, load_sft_inputs, run_config, save_model
+from pellucid.sft import SUPERVISED, load_examples, load_sft_inputs, run_config, save_model
+from pellucid.training.common.models import BUILTIN, model_folder
 from pellucid.validation import validate
+
+T = TypeVar("T")
 
 
 def train_run(config: RunConfig, callbacks: Sequence[Callback] = (), *, recorded: bool = False) -> RunDir | None:
@@ -50,9 +58,7 @@ def train_run(config: RunConfig, callbacks: Sequence[Callback] = (), *, recorded
         StallError: a stage took too long.
         RankFailedError: a rank failed once more than `trainer.max_restarts` allows.
     """
-    if config.trainer.ray_address is None:  # a cluster's devices are on other machines
-        devices.choose_device(config.trainer.device)
-    check_tools(config)
+    check_machine(config)
     inputs = load_inputs(config)
     print_plan(config, len(inputs.train_prompts))
     run_dir = RunDir.create(config.trainer.default_local_dir)
@@ -66,6 +72,67 @@ def train_run(config: RunConfig, callbacks: Sequence[Callback] = (), *, recorded
                 finish(config, run_dir.path, since=began)
 
 
+def check_machine(config: RunConfig) -> None:
+    """Check what a run needs of this machine and its packages, before anything is loaded.
+
+    Raises:
+        UserError: a device, a package, a tool, a metric or a checkpoint does not exist.
+    """
+    trainer = config.trainer
+    if trainer.ray_address is None:  # a cluster's devices are on other machines
+        devices.choose_device(trainer.device)
+    require_packages(trainer.logger)
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
+        CheckpointStore(RunDir(trainer.default_local_dir).checkpoints).named(trainer.resume_from_path)
+    Alerts(trainer.alerts)
+    if trainer.keep_best is not None:
+        require_metric(trainer.keep_best)
+    check_tools(config)
+
+
+def check_run(config: RunConfig | SftConfig) -> list[str]:
+    """Look at all that a run reads but weights, and print its plan.
+
+    Returns:
+        What is on the hub, and was not looked at.
+
+    Raises:
+        UserError: what is wrong, all of it together.
+    """
+    supervised, folder = isinstance(config, SftConfig), RunDir(config.trainer.default_local_dir)
+    run = run_config(config, folder) if isinstance(config, SftConfig) else config
+    model = config.model.path if isinstance(config, SftConfig) else config.actor_rollout_ref.model.path
+    mistakes: dict[str, UserError] = {}
+
+    def look(read: Callable[..., T], *given: object) -> T | None:
+        try:
+            return read(*given)
+        except ConfigError as error:
+            mistakes.update({str(each): each for each in error.errors})
+        except UserError as error:
+            mistakes[str(error)] = error
+        return None
+
+    files = {"train": run.data.train_files, "val": run.data.val_files or []}
+    unseen = [name for names in files.values() for name in hub_names(names)]
+    if model not in (None, BUILTIN) and look(model_folder, model) and not Path(model).expanduser().exists():
+        unseen.append(model)
+    look(check_machine, run)
+    inputs = None if unseen else look(load_inputs, run, load_examples if supervised else read_prompts)
+    num_prompts = len(inputs.train_prompts) if inputs else None
+    if inputs is None:  # it stops at its first mistake, and where something is on the hub
+        look(make_scorer, run.reward_model)
+        for split, names in files.items():
+            rows = names and not hub_names(names) and look(load_rows, names, f"data.{split}_files", split)
+            if rows and split == "train":
+                num_prompts = min(len(rows), run.data.train_max_samples or len(rows))
+    if num_prompts is not None and not supervised and not run.trainer.val_only:
+        look(print_plan, run, num_prompts)
+    look(find_checkpoint, run, CheckpointStore(folder.checkpoints))
+    raise_all(list(mistakes.values()))
+    return unseen
+
+
 def sft_run(config: SftConfig) -> RunDir | None:
     """Fine-tune as the config says, leave the model in `<run>/model`, and return the run's folder; None where nothing
     was left to train.
@@ -75,6 +142,7 @@ def sft_run(config: SftConfig) -> RunDir | None:
     """
     run_dir = RunDir.create(config.trainer.default_local_dir)
     run = run_config(config, run_dir)
+    check_machine(run)
     with run_dir.lock(), log_to(run_dir.log):
         inputs = load_sft_inputs(config, run)
         yaml = resolved_yaml(config)
@@ -97,14 +165,21 @@ def prepared_run(config: RunConfig) -> Iterator[Run]:
 
 def validate_run(config: RunConfig) -> dict[str, float]:
     """Validate once, without training, and return the metrics (`trainer.val_only`)."""
-    check_tools(config)
+    check_machine(config)
     inputs = load_inputs(config)
     run_dir = RunDir.create(config.trainer.default_local_dir)
     with run_dir.lock(), log_to(run_dir.log), inputs.scorer:
-        checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
+        checkpoint = find_checkpoint(config, _recovered(run_dir))
         with _opened(config, run_dir, inputs, Trackers({}), checkpoint, 1) as run, run.display:
             console.print(f"validating {checkpoint or 'the model as loaded'}", markup=False)
             return validate(run, 0)
+
+
+def _recovered(run_dir: RunDir) -> CheckpointStore:
+    """Return a run's checkpoints, without what a killed process left half-written."""
+    store = CheckpointStore(run_dir.checkpoints)
+    store.recover()
+    return store
 
 
 def _train(
@@ -122,7 +197,7 @@ def _train(
         Whether there was anything left to train.
     """
     trainer, total_steps = config.trainer, num_steps(config, len(inputs.train_prompts) // config.data.train_batch_size)
-    checkpoint = find_checkpoint(config, CheckpointStore(run_dir.checkpoints))
+    checkpoint = find_checkpoint(config, _recovered(run_dir))
     done = 0 if checkpoint is None else checkpoint_step(checkpoint)
     if done >= total_steps:
         console.print(

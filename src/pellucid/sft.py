@@ -88,7 +88,7 @@ def load_examples(
     Raises:
         UserError: a column is missing, or nothing is left after dropping overlong rows.
     """
-    limit, read = run.data.max_prompt_length, build_prompts(run.data, tokenizer, split)
+    limit, read = run.data.max_prompt_length, build_prompts(run.data, tokenizer, split, limit_key="data.max_length")
     if any(prompt.answer is None for prompt in read.prompts):
         reason = f"the rows have no column '{run.data.answer_key}'."
         raise UserError("data.answer_key", reason, did_you_mean(run.data.answer_key, read.prompts[0].extra))

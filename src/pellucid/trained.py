@@ -78,7 +78,10 @@ def load_trained(
         reason = f"'{weights.parent}' holds no critic."
         raise UserError("--critic", reason, "Give a run with algorithm.adv_estimator: gae, which trains one.")
     if run is None:
-        return load_model(path, device=device), load_tokenizer(model_folder(path)), None
+        try:
+            return load_model(path, device=device), load_tokenizer(model_folder(path)), None
+        except UserError as error:
+            raise UserError("MODEL", error.reason, f"{error.remedy} A run is named by its folder.") from error
     if "actor_rollout_ref:" in run.config_yaml.read_text():
         config = load_config(run.config_yaml, []).config
     else:

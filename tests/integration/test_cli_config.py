@@ -1,7 +1,9 @@
 """`pellucid config` from the command line."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,7 +17,7 @@ from pellucid.errors import UserError
 RECIPE = """
 data: {train_files: data.jsonl, train_batch_size: 4}
 actor_rollout_ref:
-  model: {path: some/model}
+  model: {path: builtin}
   actor: {strategy: fsdp2, ppo_mini_batch_size: 4, use_dynamic_bsz: true}
   rollout: {n: 2}
 """
@@ -26,7 +28,7 @@ def recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 10)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "data_source": "arithmetic"}\n' * 10)
     return "recipe.yaml"
 
 
@@ -91,6 +93,36 @@ def test_check_fails_with_the_users_error(recipe, overrides, word):
         run("check", recipe, *overrides)
 
 
+def test_check_looks_at_all_that_a_run_reads(recipe):
+    Path("reward.py").write_text("def compute_score(data_source, solution_str):\n    return 1.0\n")
+    wrong = ["actor_rollout_ref.model.path=./no_model", "data.val_files=no_rows.jsonl", "trainer.keep_best=val/acuracy"]
+    wrong += ["reward_model.custom_reward_function.path=reward.py", "reward_model.custom_reward_function.name=score"]
+    with pytest.raises(UserError) as raised:
+        run("check", recipe, *wrong, "trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere")
+    for word in ("no_model", "no_rows.jsonl", "val/acuracy", "'score'", "nowhere"):
+        assert word in str(raised.value)
+
+
+def test_check_shows_other_mistakes_beside_an_unknown_key(recipe):
+    with pytest.raises(UserError) as raised:
+        run("check", recipe, "data.train_size=3", "trainer.device=gpu", "actor_rollout_ref.rollout.n=many")
+    for word in ("data.train_size", "Did you mean 'cuda'", "rollout.n"):
+        assert word in str(raised.value)
+
+
+def test_check_leaves_alone_what_is_on_the_hub(recipe):
+    result = run("check", recipe, "actor_rollout_ref.model.path=someone/model", "data.val_files=[someone/rows]")
+    assert "someone/rows, someone/model" in result.stdout and "2 steps per epoch" in result.stdout
+
+
+def test_check_of_fine_tuning_reads_the_examples(tmp_path):
+    config = {"data": {"train_files": "task:arithmetic?size=8", "train_batch_size": 4}, "model": {"path": "builtin"}}
+    (tmp_path / "sft.yaml").write_text(json.dumps(config))
+    assert "train data: 8 rows" in run("check", "--sft", str(tmp_path / "sft.yaml")).stdout
+    with pytest.raises(UserError, match="answr"):
+        run("check", "--sft", str(tmp_path / "sft.yaml"), "data.answer_key=answr")
+
+
 def test_keys_lists_and_filters():
     text = run("keys", "clip_ratio").stdout
     assert (
@@ -116,7 +148,7 @@ def test_migrate_prints_or_writes(tmp_path):
 def test_config_commands_do_not_import_torch(recipe):
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom pellucid.cli.config import app\n"
-        "assert CliRunner().invoke(app, ['check', 'recipe.yaml']).exit_code == 0\n"
+        "assert CliRunner().invoke(app, ['show', 'recipe.yaml']).exit_code == 0\n"
         "assert CliRunner().invoke(app, ['check', 'recipe.yaml', 'a.b=1']).exit_code\n"
         "sys.exit('torch' in sys.modules)"
     )

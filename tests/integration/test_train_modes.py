@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_batch(finished, w
 
 
 def test_weights_that_are_not_finite_stop_the_run_before_they_are_saved(work):
-    done = work.train(*TWO_STEPS, f"{ACTOR}.optim.lr=1e38", status=1)
+    done = work.train(*TWO_STEPS, f"{ACTOR}.optim.lr=10", f"{ACTOR}.optim.weight_decay=1e38", status=1)
     assert "Traceback" not in done.output
     assert "weights" in done.text and "Lower the learning rate" in done.text
     assert (work.run_dir / "failures" / "step_000001" / "failure.pt").exists()
@@ -168,8 +168,8 @@ def test_weights_that_are_not_finite_stop_the_run_before_they_are_saved(work):
 
 
 def test_logits_that_are_not_finite_stop_the_run(work):
-    """A learning rate far too high, but not enough for the weights to overflow: the next rollout's logits do."""
-    done = work.train(*TWO_STEPS, f"{ACTOR}.optim.lr=1e13", status=1)
+    """A decay far too strong, but not enough for the weights to overflow: the next rollout's logits do."""
+    done = work.train(*TWO_STEPS, f"{ACTOR}.optim.lr=1", f"{ACTOR}.optim.weight_decay=1e13", status=1)
     assert "Traceback" not in done.output
     assert "next-token distribution" in done.text and "the last one is step 1" in done.text
 

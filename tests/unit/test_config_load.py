@@ -241,9 +241,9 @@ def test_a_wrong_value_says_what_is_allowed(recipe, override, words):
         assert word in text
 
 
-def test_several_mistakes_come_together_and_at_most_five_are_shown(recipe):
-    text = error_of(recipe, *(f"data.bad{index}=1" for index in range(7)))
-    assert text.startswith("7 mistakes in the config") and text.count("there is no such key") == 5
+def test_several_mistakes_come_together_and_at_most_ten_are_shown(recipe):
+    text = error_of(recipe, *(f"data.bad{index}=1" for index in range(12)))
+    assert text.startswith("12 mistakes in the config") and text.count("there is no such key") == 10
     assert "2 more" in text
     with pytest.raises(ConfigError) as caught:
         load_config(recipe, ["data.train_batch_size=x", "trainer.seed=y"])
@@ -271,7 +271,7 @@ def test_files_that_cannot_be_read(tmp_path, recipe):
     broken.write_text("- a\n")
     assert "mapping" in error_of(broken)
     broken.write_text("hello\n")
-    assert "hello: there is no such key" in error_of(broken)
+    assert "this is text" in error_of(broken)
     broken.write_bytes(b"\xff\xfe\x00")
     assert str(broken) in error_of(broken)
     (tmp_path / "part.yaml").write_text("a: [\n")
@@ -322,7 +322,7 @@ VALUES = {
     "actor_rollout_ref.actor.grad_clip": st.floats(1e-8, 1e6),
     "actor_rollout_ref.actor.optim.lr": st.floats(0, 1, allow_subnormal=False),
     "actor_rollout_ref.rollout.temperature": st.floats(1e-3, 10),
-    "trainer.experiment_name": st.text("abcXYZ019_ .-:#'\"{}[]&*!|>%@`,\\é\n", min_size=1, max_size=12),
+    "trainer.experiment_name": st.text("abcXYZ019_ .-:#'\"{}[]&*!|>%@`,\\é\n", max_size=12).map("a{}".format),
     "actor_rollout_ref.rollout.stop": st.lists(
         st.sampled_from(["\n", "1e-6", "null", "yes", "0x1", "</s>", "- a", "???x"])
     ),
@@ -364,3 +364,15 @@ def test_every_key_of_the_schema_can_be_set(recipe):
     }  # fmt: skip
     for key, value in (("trainer.logger", ["wandb"]), ("data.train_max_samples", 3), ("actor_rollout_ref.rollout.nnodes", 2)):
         assert rows[key][0].new(key, value) == {key: value}
+
+
+def test_keys_that_begin_with_x_hold_anchors_and_defaults_may_come_from_another_folder(recipe, tmp_path):
+    text = recipe.read_text()
+    recipe.write_text("x-many: &many 4\n" + text.replace("n: 4", "n: *many"))
+    assert load_config(recipe, []).config.actor_rollout_ref.rollout.n == 4
+    (tmp_path / "mine").mkdir()
+    own = tmp_path / "mine" / "own.yaml"
+    own.write_text(f"defaults: [../{recipe.stem}, _self_]\ntrainer: {{seed: 7}}\n")
+    config = load_config(own, ["trainer.nnodes=1"]).config
+    assert (config.trainer.seed, config.actor_rollout_ref.rollout.n) == (7, 4)
+    assert config.data.train_files == load_config(recipe, []).config.data.train_files

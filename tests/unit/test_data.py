@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from pellucid.config.schema.data import CustomClassConfig, DataConfig
 from pellucid.data import PromptLoader, build_prompts, load_rows
 from pellucid.errors import UserError
+from pellucid.training.common.models import BUILTIN_FOLDER, load_tokenizer
 from pellucid.types import Prompt
 
 FIELD = "data.train_files"
@@ -65,6 +66,15 @@ def test_a_list_is_concatenated(tmp_path):
     one, two = (write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}]) for name in ("a", "b"))
     rows = load_rows([one, two, "task:arithmetic?level=1&size=3"], FIELD, "train")
     assert [row["data_source"] for row in rows] == ["a", "b", "arithmetic", "arithmetic", "arithmetic"]
+
+
+def test_patterns_and_variables_in_paths(tmp_path, monkeypatch):
+    for name in ("b", "a"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    monkeypatch.setenv("DATA", str(tmp_path))
+    assert [row["prompt"] for row in load_rows("$DATA/*.jsonl", FIELD, "train")] == ["a", "b"]
+    with pytest.raises(UserError, match="does not exist"):
+        load_rows("$DATA/c*.jsonl", FIELD, "train")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +235,13 @@ def test_the_filter_counts_what_it_drops_and_refuses_an_empty_result(tmp_path):
     assert result.describe() == "4 rows, 2 dropped: prompt longer than 5 tokens"
     with pytest.raises(UserError, match=r"no prompt is left .*the shortest has 3.* 3 or more"):
         build_prompts(config_for(files, max_prompt_length=2), PLAIN, "train")
+
+
+def test_prompts_with_characters_outside_the_vocabulary_are_counted(tmp_path):
+    tokenizer = load_tokenizer(BUILTIN_FOLDER)
+    files = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "1+1="}, {"prompt": "1×1="}])
+    result = build_prompts(config_for(files), tokenizer, "train")
+    assert result.describe() == "2 rows, 1 with characters that the tokenizer does not know"
 
 
 def test_truncation(tmp_path):

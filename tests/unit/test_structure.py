@@ -57,9 +57,9 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 3040,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
-    ("config",): 4740,
-    tuple(sorted(API)): 650,
-    ("tasks", "data", "reward"): 1495,
+    ("config",): 4830,
+    tuple(sorted(API)): 735,
+    ("tasks", "data", "reward"): 1540,
     ("training",): 2420,
     ("roles",): 590,
     ("rollout",): 4400,
@@ -67,15 +67,15 @@ BUDGETS = {
     ("ranks",): 1890,
     ("observe",): 4840,
     ("precision",): 3450,
-    ("metrics", "files"): 1610,
-    ("cli", "doctor"): 1940,
+    ("metrics", "files"): 1670,
+    ("cli", "doctor"): 2115,
     ("view",): 880,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 36_900
+MAX_LINES = 37_300
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

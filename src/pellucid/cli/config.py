@@ -1,6 +1,6 @@
 """`pellucid config show|check|keys|migrate`: look at a configuration without starting anything.
 
-Reads recipes and the schema; torch is never imported.
+Reads recipes and the schema, and `check` also what a recipe names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import typer
 from rich.table import Table
 
 from pellucid.cli.arguments import Overrides
-from pellucid.config import RunConfig, SftConfig, build_plan, load_config, read_model_facts
+from pellucid.config import RunConfig, SftConfig, load_config
 from pellucid.config.describe import annotated_yaml, keys, yaml_value
 from pellucid.config.migrate import migrate
-from pellucid.config.plan import plan_rows
 from pellucid.console import console, error_console, notice
-from pellucid.errors import UserError, did_you_mean
+from pellucid.errors import UserError, nearest
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and convert configurations.")
 
@@ -48,13 +47,17 @@ def show(
 def check(
     recipe: Annotated[Path, typer.Argument(help="A recipe.")], overrides: Overrides = None, sft: Sft = False
 ) -> None:
-    """Check a recipe and print the plan of the run; any mistake is named by its key."""
+    """Check a recipe and all that it names (data, functions, devices, model, checkpoint), and print the run's plan.
+
+    Weights are not loaded, and what is on the hub is not looked at.
+    """
     loaded = load_config(recipe, overrides or [], SftConfig if sft else RunConfig)
     for line in loaded.notices:
         notice(line)
-    config = loaded.config
-    if isinstance(config, RunConfig) and not config.trainer.val_only:
-        _print_plan(config)
+    from pellucid.session import check_run
+
+    if unseen := check_run(loaded.config):
+        notice(f"Not looked at, for it is on the hub: {', '.join(unseen)}")
     console.print(f"OK: {recipe}", style="green", markup=False)
 
 
@@ -67,7 +70,8 @@ def list_keys(
     every = [key for key in keys(SftConfig if sft else RunConfig) if not key.section]
     chosen = [key for key in every if pattern in key.name]
     if not chosen:
-        remedy = did_you_mean(pattern, {word for key in every for word in key.name.split(".")})
+        close = nearest(pattern, {word for key in every for word in key.name.split(".")})
+        remedy = f"Did you mean '{close}'?" if close else "All of them: pellucid config keys"
         raise UserError("PATTERN", f"no key contains '{pattern}'.", remedy)
     table = Table("key", "type", "default", "meaning", show_lines=True)
     table.columns[0].overflow = "fold"
@@ -106,20 +110,3 @@ def migrate_command(
 
 def _print_text(text: str) -> None:
     console.print(text.rstrip("\n"), markup=False, soft_wrap=True)
-
-
-def _print_plan(config: RunConfig) -> None:
-    """Print the plan, by the number of rows before filtering; counting those on the hub would download them."""
-    from pellucid.data.sources import load_rows
-
-    files = config.data.train_files
-    for source in [files] if isinstance(files, str) else files:
-        if not (source.startswith("task:") or Path(source).suffix or Path(source).exists()):
-            notice("No plan: the training rows are on the hub.")
-            return
-    num_rows = len(load_rows(files, "data.train_files", "train"))
-    num_prompts = min(num_rows, config.data.train_max_samples or num_rows)
-    table = Table(show_header=False, box=None)
-    for row in plan_rows(build_plan(config, num_prompts, read_model_facts(config.actor_rollout_ref.model.path))):
-        table.add_row(*row)
-    console.print(table, markup=False)

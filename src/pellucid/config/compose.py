@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.config.trees import Tree
-from pellucid.errors import UserError, nearest
+from pellucid.errors import UserError, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -31,6 +31,9 @@ def read_yaml(path: Path) -> DictConfig:
     import yaml
     from omegaconf import DictConfig, OmegaConf
 
+    if path.is_dir():
+        recipes = ", ".join(sorted(entry.name for entry in path.glob("*.y*ml"))[:8])
+        raise UserError(str(path), "this is a folder.", f"Name one of its recipes: {recipes}." if recipes else "")
     if not path.is_file():
         close = nearest(path.name, [entry.name for entry in path.parent.glob("*.y*ml")])
         remedy = f"Did you mean '{path.parent / close}'?" if close else ""
@@ -41,8 +44,9 @@ def read_yaml(path: Path) -> DictConfig:
         raise _syntax_error(error, str(path)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"this is not a YAML mapping of keys to values ({error}).") from error
-    if not isinstance(tree, DictConfig):
-        raise UserError(str(path), "this is a list; a config is a mapping of keys to values.")
+    if not isinstance(tree, DictConfig) or isinstance(yaml.safe_load(path.read_text()), str):
+        kind = "text" if isinstance(tree, DictConfig) else "a list"
+        raise UserError(str(path), f"this is {kind}; a config is a mapping of keys to values.")
     return tree
 
 
@@ -67,12 +71,16 @@ def compose_user_tree(source: str | Path | Mapping[str, Any] | None, overrides: 
     named = source if isinstance(source, str | Path) else None
     folder = Path(named).resolve().parent if named else Path.cwd()
     recipe = read_yaml(Path(named)) if named else OmegaConf.create(dict(source) if isinstance(source, Mapping) else {})
+    for name in [name for name in recipe if str(name).startswith("x-")]:  # a place for anchors, as elsewhere in YAML
+        del recipe[name]
     words = [_BARE_TASK.sub(r'\1="\2"', word) for word in overrides]
     parsed = [parse_override(word) for word in words]
     # Others set a key, also one that the recipe does not mention.
     choose = [each.package or each.is_delete() or (folder / each.key_or_group).is_dir() for each in parsed]
     try:
         if "defaults" in recipe or any(choose):
+            if "defaults" in recipe:
+                recipe["defaults"] = [_stored(entry, folder) for entry in recipe["defaults"]]
             ConfigStore.instance().store(name=RECIPE, node=recipe)
             with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
                 forced = [word if chooses else f"++{word.lstrip('+')}" for word, chooses in zip(words, choose)]
@@ -84,10 +92,28 @@ def compose_user_tree(source: str | Path | Mapping[str, Any] | None, overrides: 
     except yaml.YAMLError as error:
         raise _syntax_error(error, str(named)) from error
     except (HydraException, OmegaConfBaseException) as error:
+        if missing := re.search(r"Could not load '([^']+)'", str(error)):
+            remedy = did_you_mean(missing[1], [entry.stem for entry in folder.glob("*.y*ml")])
+            reason = f"names '{missing[1]}', and there is no such file in '{folder}'."
+            raise UserError(f"{named}: defaults", reason, remedy) from error
         reason = str(error).split("\nfull_key")[0].replace(RECIPE, str(named or "the config"))
         raise UserError(str(named or "overrides"), f"cannot be composed: {reason.strip()}") from error
     plain: Any = OmegaConf.to_container(tree, resolve=False)
     return plain
+
+
+def _stored(entry: Any, folder: Path) -> Any:
+    """Return an entry of a `defaults:` list; of a recipe in another folder, which Hydra does not look for, its keys as
+    they are there, under a name of their own.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    if not isinstance(entry, str) or not entry.startswith("../"):
+        return entry
+    path = folder / (entry if entry.endswith((".yaml", ".yml")) else f"{entry}.yaml")
+    name = f"{RECIPE}{re.sub(r'[^a-z0-9]', '_', str(path.resolve()).lower())}"
+    ConfigStore.instance().store(name=name, node=compose_user_tree(path, []))
+    return name
 
 
 @cache
@@ -98,6 +124,8 @@ def parse_override(word: str) -> Override:
         UserError: it is none, or it gives several values.
     """
     override = _parsed(word)
+    if not override.key_or_group:
+        raise UserError(word, "no key is named.", "Write key=value.")
     if override.is_sweep_override():
         raise UserError(word, "several values for one key.", "A list is written with brackets: 'key=[a,b]'.")
     return override

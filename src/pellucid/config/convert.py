@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class ConfigError(UserError):
-    """Several mistakes of one config, reported together (the first five)."""
+    """Several mistakes of one config, reported together."""
 
     def __init__(self, errors: list[UserError]) -> None:
         self.errors = errors
-        shown = "\n".join(f"  - {error}" for error in errors[:5])
-        more = f"\n  … and {len(errors) - 5} more" if len(errors) > 5 else ""
+        shown = "\n".join(f"  - {error}" for error in errors[:10])
+        more = f"\n  … and {len(errors) - 10} more" if len(errors) > 10 else ""
         super().__init__(f"{len(errors)} mistakes in the config", f"\n{shown}{more}")
 
 
@@ -168,7 +168,8 @@ def _value(value: Any, hint: Any, key: str, whole: Any = None) -> Any:
     if origin is Literal:
         if isinstance(value, str | bool) and value in args:
             return value
-        close = nearest(str(value), [str(arg) for arg in args])
+        means = {"gpu": "cuda"}.get(str(value))
+        close = means if means in args else nearest(str(value), [str(arg) for arg in args])
         remedy = f"Did you mean '{close}'?" if close else ""
         raise UserError(key, f"{_shown(value)} is not one of {type_text(whole)}.", remedy)
     if origin is list and isinstance(value, list):

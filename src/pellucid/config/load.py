@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from pellucid.algo.catalog import loss_entry
 from pellucid.config.compat import drop_targets, translate
 from pellucid.config.compose import compose_user_tree
-from pellucid.config.convert import convert, defaults_tree, flat_hints, hints_of, raise_all
+from pellucid.config.convert import ConfigError, convert, defaults_tree, flat_hints, hints_of, raise_all
 from pellucid.config.presets import PRESETS
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.msprobe_json import SECTION as PRECISION
@@ -72,7 +72,8 @@ def load_config(
     drop_targets(user, notices)
     translate(user, defaults, notices)
     _drop_nulls(user, defaults)
-    raise_all(list(_unknown_keys(user, flat_hints(root))))
+    if unknown := list(_unknown_keys(user, flat_hints(root))):
+        raise_all([*unknown, *_other_mistakes(user, defaults, root)])
     tree = merged(defaults, user)
     if root is RunConfig:
         _separate_followers(user, tree)
@@ -83,6 +84,23 @@ def load_config(
         raise UserError(", ".join(missing), "must be set.", f"Set it in the recipe or as an override: {missing[0]}=…")
     config = convert(root, resolve(tree))
     return Loaded(config, notices + validate(config))
+
+
+def _other_mistakes(user: Tree, defaults: Tree, root: type) -> list[UserError]:
+    """Return what is wrong with the values of the keys that there are, where others are unknown."""
+    known = flat_hints(root)
+    tree = merged(defaults, {})
+    for key, value in walk(user):
+        if key in known and not dataclasses.is_dataclass(known[key]):
+            put(tree, key, value)
+    try:
+        if not [key for key, value in walk(tree) if value == "???"]:
+            convert(root, resolve(tree))
+    except ConfigError as error:
+        return error.errors
+    except UserError as error:
+        return [error]
+    return []
 
 
 def _drop_nulls(user: Tree, defaults: Tree) -> None:

@@ -32,12 +32,15 @@ class PromptSet:
     """Rows that the length filter removed."""
     max_prompt_length: int
     """The limit it applied, in tokens."""
+    num_unknown: int = 0
+    """Prompts with characters that the tokenizer has no token for."""
 
     def describe(self) -> str:
         """Return one line such as "7473 rows, 12 dropped: prompt longer than 512 tokens"."""
         rows = f"{self.num_rows} row{'s' * (self.num_rows != 1)}"
         dropped = f", {self.num_dropped} dropped: prompt longer than {self.max_prompt_length} tokens"
-        return rows + (dropped if self.num_dropped else "")
+        unknown = f", {self.num_unknown} with characters that the tokenizer does not know"
+        return rows + (dropped if self.num_dropped else "") + (unknown if self.num_unknown else "")
 
 
 def build_prompts(
@@ -47,6 +50,7 @@ def build_prompts(
     *,
     tools: Sequence[dict[str, Any]] = (),
     keep_messages: bool = False,
+    limit_key: str = "data.max_prompt_length",
 ) -> PromptSet:
     """Read, template, tokenise and filter the rows of `data.train_files` or `data.val_files`.
 
@@ -61,6 +65,7 @@ def build_prompts(
         split: which files to read.
         tools: schemas of functions that the chat template tells the model of.
         keep_messages: keep the chat with each prompt, also without `data.return_raw_chat`.
+        limit_key: what the limit of tokens is called, for messages.
 
     Raises:
         UserError: a missing column, a prompt over the limit (with `truncation: error` and the filter off), an empty
@@ -85,11 +90,12 @@ def build_prompts(
     fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_length]
     if not config.filter_overlong_prompts:
         fitting = [_truncate(prompt, config, tokenizer) for prompt in prompts]
-    result = PromptSet(fitting, len(rows), len(prompts) - len(fitting), config.max_prompt_length)
+    num_unknown = sum(tokenizer.unk_token_id in prompt.token_ids for prompt in fitting)
+    result = PromptSet(fitting, len(rows), len(prompts) - len(fitting), config.max_prompt_length, num_unknown)
     if not fitting:
         shortest = min(len(prompt.token_ids) for prompt in prompts)
         reason = f"no prompt is left ({result.describe()}; the shortest has {shortest})."
-        raise UserError(field, reason, f"Set data.max_prompt_length to {shortest} or more.")
+        raise UserError(field, reason, f"Set {limit_key} to {shortest} or more.")
     return result
 
 
@@ -178,7 +184,11 @@ def encode_rows(
                 raise _missing_column(f"data.{key}", used, row, f"row {index} of {field}")
         columns = dict(row)
         task = str(columns.pop(config.reward_fn_key))
-        text, messages = _render(columns.pop(config.prompt_key), tokenizer, templated, config.system_prompt, tools)
+        try:
+            prompt = columns.pop(config.prompt_key)
+            text, messages = _render(prompt, tokenizer, templated, config.system_prompt, tools)
+        except UserError as error:
+            raise UserError(error.field, f"row {index} of {field}: {error.reason}", error.remedy) from error
         answer = _take_answer(columns, config.answer_key, f"row {index} of {field}")
         extra_info = columns.pop("extra_info", None) or {}
         uid, extra = f"{task}:{split}:{index}", {**columns, **extra_info}

@@ -3,6 +3,8 @@
 `load_rows` turns the value of `data.train_files` or `data.val_files` into one list of row dictionaries.
 """
 
+import glob
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,21 @@ def load_rows(files: str | Sequence[str], field: str, split: str) -> list[dict[s
     sources = [files] if isinstance(files, str) else list(files)
     if not sources:
         raise UserError(field, "the list is empty.", "Name at least one file, hub id or task.")
-    return [row for source in sources for row in _load_source(source, field, split)]
+    return [row for source in sources for each in _expanded(source) for row in _load_source(each, field, split)]
+
+
+def hub_names(files: str | Sequence[str]) -> list[str]:
+    """Return which of the sources are on the hub."""
+    sources = [files] if isinstance(files, str) else files
+    return [name for name in sources if not name.startswith(TASK_PREFIX) and _looks_like_hub_id(name)]
+
+
+def _expanded(source: str) -> list[str]:
+    """Return the files that a pattern such as `$HOME/data/*.parquet` stands for, in order; anything else as it is."""
+    if source.startswith(TASK_PREFIX):
+        return [source]
+    path = os.path.expanduser(os.path.expandvars(source))
+    return sorted(glob.glob(path)) or [path] if set(path) & set("*[") else [path]
 
 
 def _load_source(source: str, field: str, split: str) -> list[dict[str, Any]]:

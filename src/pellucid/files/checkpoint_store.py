@@ -182,10 +182,14 @@ class CheckpointStore:
         Raises:
             UserError: it is no checkpoint, or `verify` finds it broken.
         """
+        return self.verify(self.named(resume_from_path))
+
+    def named(self, resume_from_path: str | Path) -> Path:
+        """Return the folder that the user named, as `resolve` does, with nothing in it read."""
         given = Path(resume_from_path).expanduser()
         for folder in (given, self.directory / given):
             if (folder / MANIFEST).is_file():
-                return self.verify(folder)
+                return folder
         inside = CheckpointStore(given).steps() or CheckpointStore(given / "checkpoints").steps()
         raise UserError("trainer.resume_from_path", f"'{given}' is not a checkpoint (no {MANIFEST} in it).",
                         f"Name one checkpoint: …/global_step_{inside[-1]}." if inside else self._alternatives(None))

@@ -22,6 +22,16 @@ def best_step(rows: Iterable[Mapping[str, Any]], metric: str, mode: str, steps: 
     return None if best is None else best["step"]
 
 
+def require_metric(metric: str) -> None:
+    """Check the name of the metric whose best step is kept.
+
+    Raises:
+        UserError: there is no such metric.
+    """
+    if find(metric) is None:
+        raise UserError(FIELD, f"there is no metric '{metric}'.", did_you_mean(metric, METRICS))
+
+
 class KeepBest:
     """Asks for a checkpoint where the metric is better than ever, and for the end where it has long not been.
 
@@ -29,16 +39,10 @@ class KeepBest:
         config: names the metric.
         rows: metrics of the steps before a resume.
         store: is told which checkpoint to spare.
-
-    Raises:
-        UserError: there is no such metric.
     """
 
     def __init__(self, config: BaseTrainerConfig, rows: list[dict[str, Any]], store: CheckpointStore) -> None:
         assert config.keep_best is not None
-        if find(config.keep_best) is None:
-            reason = f"there is no metric '{config.keep_best}'."
-            raise UserError(FIELD, reason, did_you_mean(config.keep_best, METRICS))
         self._metric, self._patience = config.keep_best, config.early_stopping_patience
         self._sign = 1.0 if config.keep_best_mode == "max" else -1.0
         self._store = store

@@ -229,6 +229,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def require_packages(names: Iterable[str]) -> None:
+    """Check that the packages of trackers are installed.
+
+    Raises:
+        MissingExtraError: one of them is not.
+    """
+    for name in names:
+        if name not in ("console", "tensorboard"):
+            _package(name)
+
+
 def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)

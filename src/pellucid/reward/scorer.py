@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -137,6 +137,15 @@ class Scorer:
     def _is_asked(self, rollout: Rollout) -> bool:
         """Tell whether the reward function or verifier is to score a trajectory, and not its agent."""
         return not rollout.outcome.failure and (not self._only_verifies or rollout.outcome.rewards is None)
+
+    def require_verifiers(self, tasks: Iterable[str]) -> None:
+        """Check that the data sources of all prompts can be scored, where no function of the user's does it.
+
+        Raises:
+            UserError: one has no verifier.
+        """
+        for task in set(tasks) if self._only_verifies else ():
+            self._verifier_is_inline(task)
 
     def _verifier_is_inline(self, task: str) -> bool:
         try:

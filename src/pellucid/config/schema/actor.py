@@ -39,7 +39,7 @@ _OWN_REFERENCE = Needs(
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: Annotated[float, Range(ge=0)] = 1e-6
+    lr: Annotated[float, Range(ge=0, le=10)] = 1e-6
     """Peak learning rate; 0 runs everything and changes no weight."""
     lr_warmup_steps: int | None = -1
     """Optimizer steps over which the learning rate rises from 0; negative, 0 or null defer to the ratio."""

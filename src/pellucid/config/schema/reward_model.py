@@ -24,7 +24,7 @@ class CustomRewardConfig:
 
     path: str | None = option(None, needs=Needs("reward_model.rule_weight", remedy="Set reward_model.rule_weight: 1.0"))
     """Python file (`reward.py`) or importable module (`pkg.mod`) with the function; null uses the task's verifier."""
-    name: str = "compute_score"
+    name: str = option("compute_score", needs=Needs(".path"))
     """Name of the function inside `path`."""
 
 

@@ -91,7 +91,7 @@ class RolloutConfig:
     server_token_file: str | None = option("~/.pellucid/server_token", needs=OTHER_ENGINE)
     """File with the secret that servers ask for, which `pellucid serve` writes where there is none; null: they ask for
     none."""
-    n: Positive = 1
+    n: Annotated[int, Range(ge=1, le=100_000)] = 1
     """Responses sampled per prompt; they form the group whose rewards are compared."""
     temperature: Annotated[float, Range(gt=0)] = 1.0
     """Divisor of the logits: below 1 sharper, above 1 more random. Log-probabilities are of the scaled distribution;

@@ -15,6 +15,7 @@ from pellucid.config.fields import yaml_word
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.actor import ActorConfig
 from pellucid.config.schema.critic import CriticConfig
+from pellucid.config.schema.trainer import BaseTrainerConfig
 from pellucid.errors import UserError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -71,8 +72,21 @@ def _schedule(config: RunConfig) -> Iterator[UserError]:
         yield UserError("algorithm.adv_estimator", reason, "Set trainer.schedule: one_step_off or sync.")
 
 
+def names(trainer: BaseTrainerConfig) -> Iterator[UserError]:
+    """Yield a mistake for each name that is no folder of its own."""
+    for name in ("project_name", "experiment_name"):
+        word = getattr(trainer, name)
+        if not word.strip() or ".." in word.split("/") or word.startswith("/"):
+            reason = f"'{word}' is no name for a folder below 'outputs'."
+            remedy = "Give it letters; trainer.default_local_dir puts the run elsewhere."
+            yield UserError(f"trainer.{name}", reason, remedy)
+    if not trainer.default_local_dir.strip():
+        yield UserError("trainer.default_local_dir", "is empty.", "Name a folder, or remove the key.")
+
+
 def _run(config: RunConfig) -> Iterator[UserError]:
     trainer, custom = config.trainer, config.data.custom_cls
+    yield from names(trainer)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         reason = "resume_mode is resume_path, but no checkpoint is named."
         yield UserError("trainer.resume_from_path", reason, "Set it to a folder such as …/checkpoints/global_step_20.")
@@ -202,6 +216,7 @@ def unusual(config: RunConfig, _: dict[str, Any]) -> Iterator[str]:
 
 def sft_mistakes(config: SftConfig) -> Iterator[UserError]:
     """Yield the mistakes in a fine-tuning run."""
+    yield from names(config.trainer)
     model, longest, budget = config.model, config.data.max_length, config.engine.max_token_len_per_gpu
     if (model.path is None) == (model.init_config is None):
         reason = "exactly one of model.path (start from weights) and model.init_config (start at random) is needed."
