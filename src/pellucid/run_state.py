@@ -19,6 +19,7 @@ from pellucid.stages import Stage
 from pellucid.training.protocol import MODEL_FILE, OPTIMIZER_FILE, SHARDS
 
 STATE_FILE, HF_FOLDER, CRITIC_FOLDER = "trainer_state.json", "hf_model", "critic"
+CONFIG_FILE = "trained_with.yaml"
 
 
 def save_checkpoint(run: Run, step: int, save_samples: Callable[[Path], None] = lambda folder: None) -> None:
@@ -27,7 +28,7 @@ def save_checkpoint(run: Run, step: int, save_samples: Callable[[Path], None] = 
     `save_samples` adds what was sampled ahead.
 
     Raises:
-        UserError: the disk is full (of this checkpoint, or the one before, in the background); earlier ones are whole.
+        RunFailedError: the disk is full (of this checkpoint or, in the background, the last); earlier ones are whole.
     """
     section = run.config.actor_rollout_ref.actor.checkpoint
     contents = list(section.save_contents)
@@ -38,6 +39,7 @@ def save_checkpoint(run: Run, step: int, save_samples: Callable[[Path], None] = 
         if "extra" in contents:
             state = {name: part.state_dict() for name, part in run.stateful.items()}
             (folder / STATE_FILE).write_text(json.dumps({"step": step} | state))
+            (folder / CONFIG_FILE).write_bytes(run.run_dir.config_yaml.read_bytes())
             save_samples(folder)
             if (mismatch := run.roles.mismatch) is not None:
                 mismatch.policy.save(folder)

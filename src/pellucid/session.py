@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from yaml import safe_load
+
 from pellucid import devices
 from pellucid.config import RunConfig, SftConfig
 from pellucid.config.convert import ConfigError, raise_all
+from pellucid.config.describe import yaml_value
 from pellucid.config.load import resolved_yaml
+from pellucid.config.trees import walk
 from pellucid.console import console, error_console, log_to, notice
 from pellucid.data.sources import hub_names, load_rows
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, RunFailedError, UserError
@@ -34,7 +38,7 @@ from pellucid.produce import produce
 from pellucid.ranks import RankFailedError
 from pellucid.reward.scorer import make_scorer
 from pellucid.run import Callback, Inputs, Run, build_run, load_inputs, num_steps, print_plan, read_prompts
-from pellucid.run_state import checkpoint_step, find_checkpoint, restore
+from pellucid.run_state import CONFIG_FILE, checkpoint_step, find_checkpoint, restore
 from pellucid.schedules import Job
 from pellucid.sft import SUPERVISED, load_examples, load_sft_inputs, run_config, save_model
 from pellucid.training.common.models import BUILTIN, model_folder
@@ -82,12 +86,12 @@ def check_machine(config: RunConfig) -> None:
     if trainer.ray_address is None:  # a cluster's devices are on other machines
         devices.choose_device(trainer.device)
     require_packages(trainer.logger)
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
-        CheckpointStore(RunDir(trainer.default_local_dir).checkpoints).named(trainer.resume_from_path)
     Alerts(trainer.alerts)
     if trainer.keep_best is not None:
         require_metric(trainer.keep_best)
     check_tools(config)
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
+        CheckpointStore(RunDir(trainer.default_local_dir).checkpoints).named(trainer.resume_from_path)
 
 
 def check_run(config: RunConfig | SftConfig) -> list[str]:
@@ -219,7 +223,7 @@ def _train(
     if checkpoint is not None:
         left = f"{total_steps - done} of {total_steps} steps remain"
         console.print(f"resuming from {checkpoint}: {left}", style="bold", markup=False)
-        _report_changes(run_dir, yaml)
+        _report_changes(checkpoint, yaml)
     started_ns, names = time.time_ns(), (trainer.project_name, trainer.experiment_name)
     for restarts_left in reversed(range(trainer.max_restarts + 1)):
         # Before the model: a tracker whose package is missing should cost no time.
@@ -308,11 +312,15 @@ def _recorded_exit(run: Run) -> Iterator[None]:
         run.run_dir.finish_record(reason)
 
 
-def _report_changes(run_dir: RunDir, yaml: str) -> None:
-    """Name every line in which the config differs from the one the run was started with."""
-    import difflib
-
-    before = run_dir.config_yaml.read_text() if run_dir.config_yaml.exists() else yaml
-    lines = list(difflib.unified_diff(before.splitlines(), yaml.splitlines(), lineterm="", n=0))[2:]
-    if changed := [line for line in lines if line[0] in "+-"]:
-        notice("the config differs from the one this run was started with:\n  " + "\n  ".join(changed))
+def _report_changes(checkpoint: Path, yaml: str) -> None:
+    """Name every key whose value differs from the one that the checkpoint was trained with."""
+    trained_with = checkpoint / CONFIG_FILE
+    if not trained_with.is_file():  # one of an earlier version
+        return
+    before, now = (
+        {key: value for key, value in walk(safe_load(text)) if not isinstance(value, dict)}
+        for text in (trained_with.read_text(encoding="utf-8"), yaml)
+    )
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if changed := [f"{key}: {yaml_value(before.get(key))} → {yaml_value(now.get(key))}" for key in keys]:
+        notice(f"the config differs from the one that '{checkpoint}' was trained with:\n  " + "\n  ".join(changed))

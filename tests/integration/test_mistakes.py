@@ -12,6 +12,7 @@ import pytest
 from commands import Done
 
 from pellucid.cli.main import main
+from pellucid.console import error_console
 from pellucid.training.common.models import BUILTIN_FOLDER
 
 ACTOR, ROLLOUT, REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward_model.custom_reward_function"
@@ -130,7 +131,7 @@ MISTAKES: dict[str, list[tuple[str, str]]] = {
         ("train tabs.yaml", "tabs.yaml:2 YAML syntax error"),
         ("train twice.yaml", "duplicate"),
         ("train default.yaml", "Did you mean 'recipe'?"),
-        ("train far.yaml", "work/recipe.yaml'?"),
+        ("train far.yaml", "recipe.yaml'?"),
         ("train binary.yaml", "binary.yaml"),
         ("train rows.jsonl", "rows.jsonl"),
     ],
@@ -269,6 +270,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mistake_is_one_clear_error(folder, monkeypatch, capsys, typed, answer):
     before = {path.name for path in folder.iterdir()}
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(error_console, "width", 1000)  # paths are long here
     words = [word.strip("'") if word.startswith("'") else word for word in typed.replace("=''", '=""').split()]
     monkeypatch.setattr(sys, "argv", ["pellucid", *(["train", "recipe.yaml", *words[1:]] if words[0] == "+" else words)])
     with pytest.raises(SystemExit) as ended:

@@ -24,7 +24,7 @@ def test_a_run_leaves_its_files(finished):
     expected |= {
         f"checkpoints/global_step_{step}/{name}"
         for step in steps
-        for name in ("manifest.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json")
+        for name in ("manifest.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json", "trained_with.yaml")
     }
     assert set(contents(finished)) == expected
     [start] = json.loads((finished / "run.json").read_text())["starts"]
@@ -83,6 +83,9 @@ def test_a_finished_run_started_again_says_so_and_changes_nothing(finished, work
     done = work.train()
     assert "this run is finished" in done.text and "step 4 of 4" in done.text and "trainer.total_training_steps" in done.text
     assert contents(work.run_dir) == before
+    (work.run_dir / "curve.png").unlink()  # as after a start that was killed after its last step
+    work.train()
+    assert (work.run_dir / "curve.png").exists()
 
 
 def test_a_finished_run_goes_on_when_its_length_is_raised(finished, work):
@@ -90,7 +93,7 @@ def test_a_finished_run_goes_on_when_its_length_is_raised(finished, work):
     assert "resuming" not in first.text
     assert state(work.run_dir, 2) == state(finished, 2)
     second = work.train()
-    assert "2 of 4 steps remain" in second.text and "total_training_steps: 4" in second.text
+    assert "2 of 4 steps remain" in second.text and "trainer.total_training_steps: 2 → 4" in second.text
     assert state(work.run_dir) == state(finished)
     # The shorter run also validated at its own end; everything else is what the undisturbed run logged.
     rows = [{name: value for name, value in row.items() if not name.startswith("val/")} for row in untimed(metrics(work.run_dir))]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pellucid.errors import UserError
+from pellucid.errors import RunFailedError, UserError
 from pellucid.files.checkpoint_store import MANIFEST, CheckpointStore
 
 
@@ -307,9 +307,9 @@ def test_full_disk_keeps_the_previous_checkpoint(small_disk, write, background):
     store.save(1, lambda folder: write(folder, 1_500_000))
     if background:
         store.save(2, lambda folder: lambda: write(folder, 8_000_000))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(RunFailedError) as caught:
         store.finish() if background else store.save(2, lambda folder: write(folder, 8_000_000))
-    assert "disk is full: " in caught.value.reason and "the one of step 1 is whole" in caught.value.reason
+    assert "disk is full: " in str(caught.value) and "the one of step 1 is whole" in str(caught.value)
     del caught
     gc.collect()  # the error holds the file open
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["global_step_1"]
@@ -323,7 +323,7 @@ def test_full_device_without_an_earlier_checkpoint(tmp_path):
         (folder / "weights").symlink_to("/dev/full")
         (folder / "weights").write_bytes(b"x")
 
-    with pytest.raises(UserError, match="no earlier checkpoint") as caught:
+    with pytest.raises(RunFailedError, match="no earlier checkpoint") as caught:
         CheckpointStore(tmp_path).save(1, write)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC

@@ -167,6 +167,17 @@ def test_step_line():
         "  tok/s 1830  s/step 2.10  left 0:01:33")
     assert display.step_line(0, 9, {"val/a/accuracy": 0.5, "val/a/reward": 0.6, "val/b/reward": -0.2929}) == (
         "step 0/9  val a 50.0%  val reward b -0.293")
+    assert display.step_line(0, 9, {"val/val/accuracy": 0.5}) == "step 0/9  val 50.0%"
+
+
+def test_the_time_left_counts_neither_the_first_validation_nor_the_step_that_warms_up(monkeypatch, capsys):
+    clock = iter([0.0, 100.0, 130.0, 140.0, 150.0])  # opened, step 0 (a validation), steps 1 to 3
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    shown = display.StepDisplay(10)
+    for step in range(4):
+        shown.finish_step(step, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("left ")[2] for line in lines] == ["", "0:04:30", "0:01:20", "0:01:10"]
 
 
 def show(monkeypatch, *, terminal: bool) -> str:

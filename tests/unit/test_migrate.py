@@ -142,7 +142,7 @@ def test_what_only_the_shell_knows_is_shown_and_may_be_told(tmp_path):
     [
         ("critic.model.fsdp_config.param_offload=True", {"critic.fsdp_config.param_offload": True}),
         ("custom_reward_function.path=r.py", {"reward_model.custom_reward_function.path": "r.py"}),
-        ("reward.custom_reward_function.name=f", {"reward_model.custom_reward_function.name": "f"}),
+        ("reward.custom_reward_function.path=r.py", {"reward_model.custom_reward_function.path": "r.py"}),
         ("trainer.logger=console", {"trainer.logger": ["console"]}),
         (f"{ACTOR}.fsdp_config.model_dtype=bf16", {"actor_rollout_ref.model.dtype": "bf16"}),
         (f"{ACTOR}.optim.warmup_style=cosine", {f"{ACTOR}.optim.lr_scheduler_type": "cosine"}),

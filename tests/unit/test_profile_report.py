@@ -65,6 +65,16 @@ def test_a_slow_reward_function_is_named(tmp_path, num_ranks):
     assert finding.lost_s == pytest.approx(4.02, abs=0.01) and "reward_num_workers" in finding.remedy
 
 
+def test_reward_calls_that_time_out_are_named(tmp_path):
+    hangs = replace(HEALTHY, reward_s=4.02, reward_call_s=0.5, reward_failure="timeout")
+    [finding] = findings_of(write_run(tmp_path / "run", [hangs] * 5))
+    assert finding.kind == "slow_reward" and finding.sentence.startswith("Reward calls time out")
+    assert "32 in all timed out; 16 samples got no score" in finding.sentence and "reward_timeout_s" in finding.remedy
+    fails = replace(hangs, reward_failure="exception")
+    [finding] = findings_of(write_run(tmp_path / "other", [fails] * 5))
+    assert "timed out" not in finding.sentence and "16 samples got no score" in finding.sentence
+
+
 @pytest.mark.parametrize("num_ranks", [0, 2])
 def test_a_slow_tool_is_named(tmp_path, num_ranks):
     slow = replace(HEALTHY, sleep_in_rollout_s=0.6, tool_call_s=0.6)

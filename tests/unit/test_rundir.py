@@ -118,7 +118,7 @@ def test_altered_record(tmp_path):
         run.start_record(device="cpu", seeds={})
 
 
-def test_git_state(tmp_path):
+def test_git_state(tmp_path, monkeypatch):
     assert git_state(tmp_path) is None
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / "file").write_text("a")
@@ -128,6 +128,11 @@ def test_git_state(tmp_path):
     assert state
     assert (len(state["commit"]), state["dirty"]) == (40, False)
     (tmp_path / "file").write_text("b")
+    assert git_state(tmp_path) == state | {"dirty": True}
+    (tmp_path / "file").write_text("a")
+    (tmp_path / "recipe.yaml").write_text("")
+    assert git_state(tmp_path) == state
+    monkeypatch.setattr("sys.argv", ["pellucid", "train", "recipe.yaml"])
     assert git_state(tmp_path) == state | {"dirty": True}
 
 

@@ -58,16 +58,16 @@ BUDGETS = {
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
     ("config",): 4830,
-    tuple(sorted(API)): 735,
+    tuple(sorted(API)): 745,
     ("tasks", "data", "reward"): 1540,
     ("training",): 2420,
     ("roles",): 590,
     ("rollout",): 4400,
     ("agents",): 2770,
     ("ranks",): 1890,
-    ("observe",): 4840,
-    ("precision",): 3450,
-    ("metrics", "files"): 1670,
+    ("observe",): 4860,
+    ("precision",): 3460,
+    ("metrics", "files"): 1680,
     ("cli", "doctor"): 2115,
     ("view",): 880,
 }
@@ -75,7 +75,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 37_300
+MAX_LINES = 37_350
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

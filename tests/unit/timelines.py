@@ -62,6 +62,8 @@ class Plan:
     reward_s: float = 0.005
     reward_calls: int = 8
     reward_call_s: float = 0.0005
+    reward_failure: str = ""
+    """Of every call; each second one is the last for its sample."""
     reward_at_once: int = 1
     work_s: tuple[float, ...] = (0.1, 0.1)
     """Processor time of a micro-batch, by rank; the span is as long as the longest, for ranks wait for each other."""
@@ -108,7 +110,9 @@ def write_step(controller: Writer, ranks: list[Writer], step: int, at_s: float, 
     for call in range(plan.reward_calls):
         lane, turn = call % plan.reward_at_once, call // plan.reward_at_once
         called = reward_begin + turn * plan.reward_call_s
-        controller.span("reward_call", called, plan.reward_call_s, lane=1 + lane, step=step, uid=f"u{call}", ok=True)
+        about = {"failure": plan.reward_failure, "last": bool(call % 2)} if plan.reward_failure else {}
+        ok = not plan.reward_failure
+        controller.span("reward_call", called, plan.reward_call_s, lane=1 + lane, step=step, uid=f"u{call}", ok=ok, **about)
     stage("reward", plan.reward_s, 0.002)
     stage("advantage", 0.002, 0.002)
 

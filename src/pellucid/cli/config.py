@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from pellucid.cli.arguments import Overrides
 from pellucid.config import RunConfig, SftConfig, load_config
@@ -73,11 +74,10 @@ def list_keys(
         close = nearest(pattern, {word for key in every for word in key.name.split(".")})
         remedy = f"Did you mean '{close}'?" if close else "All of them: pellucid config keys"
         raise UserError("PATTERN", f"no key contains '{pattern}'.", remedy)
-    table = Table("key", "type", "default", "meaning", show_lines=True)
-    table.columns[0].overflow = "fold"
     for key in chosen:
-        table.add_row(key.name, key.type, yaml_value(key.default), key.doc)
-    console.print(table, markup=False)
+        name = Text.assemble((key.name, "bold cyan"), f" = {yaml_value(key.default)}", (f"  {key.type}", "dim"))
+        console.print(name, soft_wrap=True)  # a key stays whole, to be copied or searched for
+        console.print(Padding(Text(key.doc), (0, 0, 0, 4)))
 
 
 @app.command("migrate")

@@ -99,10 +99,12 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        text = Text(error.reason)
+        is_title = len(error.field) <= error_console.width - 6  # a longer one would be cut off
+        text = Text(error.reason if is_title else f"{error.field}\n{error.reason}")
         if error.remedy:
             text.append(f"\n{error.remedy}", style="bold")
-        error_console.print(Panel(text, title=Text(error.field), title_align="left", border_style="red"))
+        title = Text(error.field) if is_title else None
+        error_console.print(Panel(text, title=title, title_align="left", border_style="red"))
         sys.exit(2)
     except RunFailedError as error:
         error_console.print(str(error), style="red", markup=False)

@@ -29,12 +29,17 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
         notice(line)
     console.print(f"run directory: {config.trainer.default_local_dir}", markup=False)
 
+    from pellucid.files.rundir import RunDir
     from pellucid.session import train_run, validate_run
 
     if config.trainer.val_only:
         for name, value in validate_run(config).items():
             console.print(f"{name}: {value:.4g}", markup=False)
-    elif run_dir := train_run(config, recorded=recorded):
+        return
+    run_dir = train_run(config, recorded=recorded)
+    if run_dir is None and not (there := RunDir(config.trainer.default_local_dir)).curve.exists():
+        run_dir = there  # interrupted after its last step, it has none
+    if run_dir is not None:
         with log_to(run_dir.log, goes_on=True):
             _summary(run_dir)
 
@@ -60,7 +65,6 @@ def _summary(run_dir: "RunDir") -> None:
     for name in sorted({name for row in rows for name in row if re.fullmatch("val/.*/accuracy", name)}):
         values, task = [row[name] for row in rows if name in row], name[4:].removesuffix("/accuracy")
         console.print(f"{task} held-out accuracy: {values[0]:.1%} → {values[-1]:.1%}", style="bold green")
-    curve = run_dir.path / "curve.png"
-    plot_runs({run_dir.path.name: run_dir.metrics}, curve)
+    plot_runs({run_dir.path.name: run_dir.metrics}, run_dir.curve)
     commands = f"rollouts: pellucid rollouts {run_dir.path}\nmodel: pellucid export {run_dir.path} --out FOLDER"
-    console.print(f"curve: {curve}\n{commands}", markup=False)
+    console.print(f"curve: {run_dir.curve}\n{commands}", markup=False)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pellucid
-from pellucid.errors import UserError
+from pellucid.errors import RunFailedError, UserError
 from pellucid.files.rundir import atomic_write, fsync_dir
 from pellucid.threads import start_beside
 
@@ -80,7 +80,7 @@ class CheckpointStore:
                 program calls `finish` at its end.
 
         Raises:
-            UserError: the disk is full, for this checkpoint or the one before; its folder is removed.
+            RunFailedError: the disk is full, for this checkpoint or the one before; its folder is removed.
         """
         self.finish()
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class CheckpointStore:
         """Wait for the checkpoint that is written in the background, if there is one.
 
         Raises:
-            UserError: the disk is full; the half-written folder is removed, the earlier checkpoints are whole.
+            RunFailedError: the disk is full; the half-written folder is removed, the earlier checkpoints are whole.
         """
         if (saving := self._saving) is not None:
             wait_for([saving])  # apart from `result`: interrupted here, it is still under way
@@ -108,7 +108,7 @@ class CheckpointStore:
 
     @contextmanager
     def _removed_on_failure(self, temporary: Path, step: int) -> Iterator[None]:
-        """Remove the folder if the block raises, and turn a full disk into a UserError."""
+        """Remove the folder if the block raises, and turn a full disk into a RunFailedError."""
         try:
             yield
         except BaseException as error:
@@ -118,10 +118,10 @@ class CheckpointStore:
                 raise
             latest = self.latest()
             whole = "there is no earlier checkpoint" if latest is None else f"the one of step {latest} is whole"
-            raise UserError(
-                str(self.path(step)),
-                f"the disk is full: {free / 2**20:.1f} MiB were left when the checkpoint was written; {whole}.",
-                "Free some space, or lower trainer.max_actor_ckpt_to_keep, and start the same command again to resume.",
+            raise RunFailedError(
+                f"{self.path(step)}: the disk is full: {free / 2**20:.1f} MiB were left when the checkpoint was "
+                f"written; {whole}.\nFree some space, or lower trainer.max_actor_ckpt_to_keep, and start the "
+                "same command again to resume."
             ) from error
 
     def _complete(self, temporary: Path, step: int, wait: Callable[[], None]) -> None:

@@ -39,6 +39,7 @@ class RunDir:
         self.config_yaml = self.path / "config.yaml"
         self.run_json = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.curve = self.path / "curve.png"
         self.checkpoints = self.path / "checkpoints"
         self.timeline = self.path / "timeline"
         self.logs = self.path / "logs"
@@ -200,15 +201,22 @@ def fsync_dir(path: Path) -> None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return root, commit and whether tracked files differ, or None outside a repository or without git."""
+    """Return root, commit and whether files differ that are tracked or that the command names (a recipe, a reward
+    function), or None outside a repository or without git.
+    """
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.strip()
 
+    words = [name for word in sys.argv[1:] for name in (word, word.rpartition("=")[2]) if len(name) < 200]
+    named = [name for name in words if (folder / name).is_file()]
     try:
-        return {"root": git("rev-parse", "--show-toplevel"), "commit": git("rev-parse", "HEAD"),
-                "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        root, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
+        inside = [name for name in named if (folder / name).resolve().is_relative_to(root)]
+        untracked = git("ls-files", "--others", "--", *inside) if inside else ""
+        dirty = bool(untracked or git("status", "--porcelain", "--untracked-files=no"))
+        return {"root": root, "commit": commit, "dirty": dirty}
     except (OSError, subprocess.SubprocessError):
         return None
 

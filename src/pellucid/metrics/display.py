@@ -40,7 +40,7 @@ class StepDisplay:
     def __init__(self, total_steps: int, first_step: int = 0, watch: WatchStage | None = None) -> None:
         """Show `total_steps` of which `first_step` were done before this process began; `watch` hears of each stage."""
         self._total, self._first, self._began = total_steps, first_step, time.monotonic()
-        self._last_step = first_step
+        self._last_step, self._uncounted = first_step, 0
         self._watch: WatchStage = watch or (lambda name, total, last_step: nullcontext())
         self._progress = progress(transient=True)
         self._progress.disable = not console.is_terminal
@@ -78,11 +78,18 @@ class StepDisplay:
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
         """Print the finished step's line and move the run's bar."""
-        self._last_step = step
-        done = step - self._first
-        left_s = (time.monotonic() - self._began) / done * (self._total - step) if done > 0 else None
+        self._last_step, now = step, time.monotonic()
+        done = step - self._first - self._uncounted
+        left_s = (now - self._began) / done * (self._total - step) if done > 0 else None
+        if done <= 1 and not self._uncounted:  # the first validation, and a first step that warms up, would mislead
+            self._began, self._uncounted = now, done
         console.print(step_line(step, self._total, metrics, left_s), markup=False, soft_wrap=True)
         self._progress.update(self._steps_bar, completed=step)
+
+
+def validated(task: str, what: str = "val") -> str:
+    """Return what a task's validation is called; that of `val.jsonl` is called after its file."""
+    return what if task == "val" else f"{what} {task}"
 
 
 def step_line(step: int, total_steps: int, metrics: dict[str, float], left_s: float | None = None) -> str:
@@ -90,10 +97,10 @@ def step_line(step: int, total_steps: int, metrics: dict[str, float], left_s: fl
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for name, value in metrics.items():
         if name.startswith("val/") and name.endswith("/accuracy"):
-            parts.append(f"val {name[4:].removesuffix('/accuracy')} {value:.1%}")
+            parts.append(f"{validated(name[4:].removesuffix('/accuracy'))} {value:.1%}")
         # A reward model alone knows no right or wrong.
         elif name.startswith("val/") and name.endswith("/reward") and name[:-6] + "accuracy" not in metrics:
-            parts.append(f"val reward {name[4:].removesuffix('/reward')} {value:.3f}")
+            parts.append(f"{validated(name[4:].removesuffix('/reward'), 'val reward')} {value:.3f}")
     parts += [f"{label} {metrics[name]:{form}}" for label, name, form in _LINE if name in metrics]
     if left_s is not None and step < total_steps:
         parts.append(f"left {timedelta(seconds=round(left_s))}")

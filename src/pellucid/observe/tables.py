@@ -14,11 +14,13 @@ PAGE_COLUMNS = 220
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *, num_texts: int = 1) -> Table:
     """Return a table of which the first columns are texts, and the others figures."""
     shown = Table(
-        title=f"\n{title}", title_style="bold", title_justify="left", header_style="dim", box=None, padding=(0, 1)
-    )
+        title=f"\n{title}", title_style="bold", title_justify="left", header_style="dim",
+        box=None, padding=(0, 1), collapse_padding=True, pad_edge=False,
+    )  # fmt: skip
     for index, column in enumerate(columns):
         is_text = index < num_texts
-        shown.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        folds = index == num_texts - 1  # on a narrow terminal the last text gives way
+        shown.add_column(column, justify="left" if is_text else "right", no_wrap=not folds, overflow="fold")
     for row in rows:
         shown.add_row(*map(Text, row))
     return shown

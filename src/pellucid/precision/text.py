@@ -47,7 +47,7 @@ def headline(result: Comparison) -> str:
     """Return the answer in one sentence."""
     num, one = sum(stage.num_calls for stage in result.stages), result.divergence
     if one is not None:
-        what = "First divergence" if result.b else "First NaN or Inf"
+        what = first_mark(one) if result.b else "First NaN or Inf"
         direction = "" if one.direction == OPTIMIZER else f", {one.direction}"
         return f"{what}: {subject(one)} in {one.place.moment}, {one.pass_label}{direction}."
     if result.b is None:
@@ -56,6 +56,11 @@ def headline(result: Comparison) -> str:
     if result.missing:
         return f"Not all could be compared: {joined(result.missing, 1)}. The {num:,} calls that both have are {equal}."
     return f"{equal.capitalize()}: the largest relative error of {num:,} calls is {error_text(result.max_error)}."
+
+
+def first_mark(one: Divergence) -> str:
+    """Return what the module that is named first is: where all modules round, it is not the first with an error."""
+    return "Errors grow most" if one.drift and one.grown else "First divergence"
 
 
 def subject(one: Divergence) -> str:
@@ -73,7 +78,8 @@ def explanation(result: Comparison) -> Iterator[str]:
         return
     if one.drift:
         times = f"{one.error / one.base:.1f}×" if one.base > 0 else "out of"
-        adds = f"No module adds more than ten times the round-off; this one adds most, {times} what went in."
+        most = f"of those in {one.place.moment} this one adds most, {times} what went in"
+        adds = f"No module adds more than ten times the round-off; {most}."
         adds = adds if one.grown else "This module adds far more than that round-off."
         yield f"The model computes in {one.drift}: errors are expected from the first module on, and grow. {adds}"
     if one.grown:
@@ -187,4 +193,5 @@ def heatmap_page(result: Comparison) -> str:
     console.print(*comparison_renderables(result))
     said = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     template = Template(_HEAT_MAP.read_text(encoding="utf-8"), autoescape=True, undefined=StrictUndefined)
-    return template.render(result=result, said=said, stages=stages, first=result.divergence, level=level)
+    first, mark = result.divergence, first_mark(result.divergence) if result.divergence else ""
+    return template.render(result=result, said=said, stages=stages, first=first, mark=mark, level=level)

@@ -42,8 +42,10 @@ class Rewards:
             UserError: a task has no verifier, or every call failed; of a batch that is scored `in_part` all may fail.
         """
 
-        def show(rollout: Rollout, wall_us: int, duration_s: float, ok: bool) -> None:
-            self.show_call("reward_call", wall_us, duration_s, step=step, uid=rollout.prompt.uid, ok=ok)
+        def show(rollout: Rollout, wall_us: int, duration_s: float, failure: str, last: bool) -> None:
+            about = {"failure": failure, "last": last} if failure else {}
+            about |= {"uid": rollout.prompt.uid, "ok": not failure}
+            self.show_call("reward_call", wall_us, duration_s, step=step, **about)
 
         scores, metrics = [Score(None)] * len(rollouts), no_calls()
         if self.config.rule_weight:

@@ -86,7 +86,7 @@ class Scorer:
         self,
         rollouts: list[Rollout],
         on_done: Callable[[], object] | None = None,
-        on_call: Callable[[Rollout, int, float, bool], None] | None = None,
+        on_call: Callable[[Rollout, int, float, str, bool], None] | None = None,
     ) -> tuple[list[Score], dict[str, float]]:
         """Return the score of every rollout, in order, and the `reward/*` metrics.
 
@@ -94,7 +94,8 @@ class Scorer:
             rollouts: a batch.
             on_done: called in this thread after each rollout that is finished.
             on_call: called in this thread after each call, repeats included, with its rollout, when it began
-                (microseconds since 1970), its duration in seconds, and whether it gave a score.
+                (microseconds since 1970), its duration in seconds, the kind of its failure ("": it gave a score), and
+                whether it is the last one for this rollout.
 
         Raises:
             UserError: a rollout's task has no verifier and there is no custom function.
@@ -123,9 +124,11 @@ class Scorer:
             index, attempt, ended_us, future = finished.get()
             score, duration_s = self._result(future, metrics)
             metrics["reward/time_s"] += duration_s
+            again = score.failure is not None and attempt < _MAX_ATTEMPTS
             if on_call is not None:
-                on_call(rollouts[index], ended_us - round(duration_s * 1e6), duration_s, score.failure is None)
-            if score.failure is not None and attempt < _MAX_ATTEMPTS:
+                failure = score.failure.kind if score.failure else ""
+                on_call(rollouts[index], ended_us - round(duration_s * 1e6), duration_s, failure, not again)
+            if again:
                 start(index, attempt + 1)
                 continue
             scores[index] = score

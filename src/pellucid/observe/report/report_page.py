@@ -67,7 +67,7 @@ def _stages(report: Report) -> RenderableType:
             step = extreme(stage.seconds, key=stage.seconds.__getitem__)
             yield f"{seconds(stage.seconds[step])} ({step})"
 
-    columns = ("stage", "limited by", "its own time", "mean", "share", "fastest (step)", "slowest (step)")
+    columns = ("stage", "limited by", "own time", "mean", "share", "min (step)", "max (step)")
     title = "Critical path: where a step's time goes, and which process each stage waits for"
     return table(title, columns, map(row, report.stages), num_texts=2)
 

@@ -92,6 +92,11 @@ class RewardCalls:
 
     per_step: float
     num_failed: int
+    """Samples whose last call failed, too."""
+    num_timeouts: int
+    """Calls that were killed for taking too long, repeats included."""
+    timeouts_share: float
+    """Of the time in calls."""
     median_s: float
     longest_s: float
     at_once: float
@@ -244,9 +249,12 @@ def reward_calls(timeline: Timeline) -> RewardCalls | None:
         return None
     covered_us = length((call.start_us, call.end_us) for call in calls)
     stage_us = sum(span.dur_us for span in timeline.spans if span.name == Stage.REWARD)
+    timeouts = [call.dur_us for call in calls if call.args.get("failure") == "timeout"]
     return RewardCalls(
         per_step=len(calls) / len(timeline.steps),
-        num_failed=sum(call.args.get("ok") is False for call in calls),
+        num_failed=sum(call.args["ok"] is False and call.args.get("last", True) for call in calls),
+        num_timeouts=len(timeouts),
+        timeouts_share=sum(timeouts) / max(1.0, sum(call.dur_us for call in calls)),
         median_s=statistics.median(call.dur_us for call in calls) / 1e6,
         longest_s=max(call.dur_us for call in calls) / 1e6,
         at_once=sum(call.dur_us for call in calls) / covered_us if covered_us else 1.0,

@@ -56,6 +56,11 @@ OVERHEADS: dict[str, tuple[str, float, str, str]] = {
     ),
 }  # fmt: skip
 """By row of the report's stages: kind, share of a step from which it is a finding, how its sentence begins, remedy."""
+TIMEOUTS = (
+    "Reward calls time out: reward takes",
+    "Mend what hangs in the reward function, or lower reward_model.reward_timeout_s to what a good call needs.",
+)
+"""How a reward stage is told that mostly waits for calls until they are killed."""
 SLOW_TOOL_SHARE = 0.25
 """Of the time of the trajectories."""
 NOT_COMPUTE = (Stage.REWARD, Stage.WEIGHT_SYNC, Stage.VALIDATE, Stage.SAVE_CHECKPOINT)
@@ -195,6 +200,8 @@ def _overheads(report: Report) -> Iterator[Finding]:
         if stage.share < least:
             continue
         calls = f", in {said(report.rewards)}" if kind == "slow_reward" and report.rewards else ""
+        if kind == "slow_reward" and report.rewards and report.rewards.timeouts_share > 0.5:
+            begins, remedy = TIMEOUTS
         where = "reward workers" if kind == "slow_reward" else "controller"
         yield Finding(kind, stage.name, where, stage.mean_s, f"{begins} {took(report, stage)}{calls}.", remedy)
 
@@ -227,7 +234,8 @@ def tool_words(tool: ToolTime) -> str:
 
 def said(rewards: RewardCalls) -> str:
     """Return the figures of the reward calls, in words."""
-    failed = f", {rewards.num_failed} of all failed" if rewards.num_failed else ""
+    failed = f"; {rewards.num_timeouts} in all timed out" if rewards.num_timeouts else ""
+    failed += f"; {rewards.num_failed} samples got no score" if rewards.num_failed else ""
     return (
         f"{rewards.per_step:.0f} calls of {seconds(rewards.median_s)} (median; longest {seconds(rewards.longest_s)}"
         f"{failed}), {rewards.at_once:.1f} at once on average, in {rewards.covered_share:.0%} of the stage's time"
