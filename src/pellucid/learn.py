@@ -21,6 +21,7 @@ from pellucid.algo.kl import kl_penalty
 from pellucid.console import notice
 from pellucid.errors import NonFiniteError
 from pellucid.files.rollout_dump import write_rollouts
+from pellucid.metrics.trackers import Shown
 from pellucid.produce import component_weights, spread
 from pellucid.rollout.requests import PauseMode, WeightUpdate, run_sync
 from pellucid.run import Run
@@ -44,6 +45,7 @@ def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
         if dumps:
             dump(mask=samples.mask)
         raise
+    run.trackers.show(step, lambda: Shown(_values(samples, batch, training_logp)))
     if dumps:
         weights = batch.correction_weights
         if weights is None and run.config.corrects:
@@ -52,6 +54,19 @@ def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
             mask=batch.loss_mask, training_logp=training_logp, correction_weights=weights, advantages=batch.advantages
         )
     return metrics
+
+
+def _values(samples: Samples, batch: TrainBatch, training_logp: torch.Tensor | None) -> dict[str, np.ndarray]:
+    """Return what trackers show the spread of: rewards and lengths by sample, advantages and policy gap by token."""
+    by_token = {"critic/advantages": batch.advantages}
+    if training_logp is not None:
+        by_token["mismatch/logp_diff"] = training_logp - samples.rollout_logp
+    rewards = [score.reward for score in samples.scores if score.reward is not None]
+    return {
+        "critic/score": np.array(rewards),
+        "response_length": samples.mask.sum(1).numpy(),
+        **{name: values[batch.loss_mask].float().numpy() for name, values in by_token.items()},
+    }
 
 
 def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Tensor | None, dict[str, float]]:

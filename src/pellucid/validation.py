@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pellucid.agents.llm import SINGLE_TURN, AgentLoop, sample_rollouts
 from pellucid.console import notice
 from pellucid.failures import GenerateCall
+from pellucid.metrics.trackers import Shown
 from pellucid.produce import sampling_params
 from pellucid.reward.call import VERIFIER
 from pellucid.rollout.requests import RolloutEngine, SamplingParams
@@ -36,7 +37,16 @@ def validate(run: Run, step: int) -> dict[str, float]:
             on_done=advance,
             loop=run.loop,
         )
+    shown = zip(rollouts[: run.config.trainer.log_val_generations], scores)
+    run.trackers.show(step, lambda: Shown(samples=[sample_row(*pair) for pair in shown]))
     return validation_metrics(rollouts, scores, with_accuracy=bool(run.config.reward_model.rule_weight))
+
+
+def sample_row(rollout: Rollout, score: Score) -> dict[str, str | float]:
+    """Return what a table of samples has of one."""
+    prompt, reward = rollout.prompt, float("nan") if score.reward is None else score.reward
+    row = {"uid": prompt.uid, "prompt": prompt.text, "response": rollout.text, "answer": str(prompt.answer)}
+    return row | {"reward": reward}
 
 
 def answer(

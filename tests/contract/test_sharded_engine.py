@@ -19,7 +19,7 @@ from sharded import Setup, State, Trace
 from tiny import plain_copy
 from transformers import AutoModelForCausalLM
 
-from pellucid.errors import UserError
+from pellucid.errors import RunFailedError, UserError
 from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.precision.dump import TensorStats, find_dumps, leaves, read_dump
 from pellucid.precision.sentinel import earliest
@@ -280,7 +280,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_of_ranks(ranks, how, small_di
     saved: list[State] = []
     store.save(1, lambda folder: saved.extend(ranks.run(2, save, setup, folder)))
     write = sharded.save_now if how == "now" else sharded.save_in_background
-    with pytest.raises(UserError, match="the one of step 1 is whole"):
+    with pytest.raises(RunFailedError, match="the one of step 1 is whole"):
         store.save(2, lambda folder: (ranks.run(2, write, setup, folder), None)[1])
     assert_equal(ranks.run(2, sharded.load_and_train, setup, store.verify(1), 0)[0][1], saved[0])
 

@@ -59,7 +59,7 @@ def test_every_key_is_explained(root):
 def test_the_tree_stays_small():
     """A block that several sections share is learnt once."""
     kinds = {key.section for key in keys(RunConfig) if key.section}
-    assert sum(not is_dataclass(hint) for kind in kinds for hint in hints_of(kind).values()) <= 261
+    assert sum(not is_dataclass(hint) for kind in kinds for hint in hints_of(kind).values()) <= 262
 
 
 def test_a_block_that_several_sections_share_is_explained_once():

@@ -7,6 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -113,6 +114,33 @@ def test_missing_package_names_the_extra(tmp_path, name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=rf"pellucid\[{name}\]"):
         open_run(tmp_path, [name])
+
+
+def test_tensorboard_has_histograms_and_a_table_of_samples(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    opened = open_run(tmp_path, ["tensorboard"])
+    rows = [{"prompt": "1+1=", "response": "a|b\nc", "reward": 0.5}]
+    opened.show(3, lambda: trackers.Shown({"critic/score": np.array([0.0, 1.0])}, rows))
+    opened.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    [histogram], [table] = events.Histograms("critic/score"), events.Tensors("val/samples/text_summary")
+    assert (histogram.step, histogram.histogram_value.num, table.step) == (3, 2, 3)
+    assert "| 1+1= | a\\|b<br>c | 0.5 |" in table.tensor_proto.string_val[0].decode()
+
+
+def test_samples_are_put_together_only_where_they_are_shown(tmp_path):
+    def make() -> trackers.Shown:
+        raise AssertionError("nobody shows it")
+
+    open_run(tmp_path, []).show(1, make)
+
+
+def test_a_tracker_that_cannot_be_opened_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda context: 1 / 0)
+    with pytest.raises(UserError, match="mlflow cannot be opened"):
+        open_run(tmp_path, ["mlflow"])
 
 
 def flaky(error: Exception) -> trackers.Tracker:

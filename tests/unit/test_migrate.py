@@ -176,7 +176,7 @@ def test_keys_with_another_place_or_value_are_renamed(words, new, tmp_path):
     [
         f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", "+ray_kwargs.ray_init.runtime_env.py_executable=null", "model_engine=dp",
         f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=4096", "actor_rollout_ref.ref.strategy=fsdp2",
-        f"{ACTOR}.entropy_from_logits_with_chunking=True", "trainer.log_val_generations=10", "distillation.enabled=False",
+        f"{ACTOR}.entropy_from_logits_with_chunking=True", "trainer.rollout_data_dir=x", "distillation.enabled=False",
         "critic.enable=False", "reward_model.reward_manager=prime", f"{ACTOR}.kl_loss_coef=0.5", "~trainer.logger",
         "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=False", "actor_rollout_ref.model.use_fused_kernels=True",
     ],

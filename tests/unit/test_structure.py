@@ -54,7 +54,7 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3040,
+    ("loop", *sorted(RUN - {"loop"})): 3070,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
     ("config",): 4830,
@@ -67,7 +67,7 @@ BUDGETS = {
     ("ranks",): 1890,
     ("observe",): 4860,
     ("precision",): 3460,
-    ("metrics", "files"): 1680,
+    ("metrics", "files"): 1735,
     ("cli", "doctor"): 2115,
     ("view",): 880,
 }
@@ -75,7 +75,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 37_350
+MAX_LINES = 37_420
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

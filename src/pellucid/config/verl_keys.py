@@ -52,7 +52,7 @@ _GROUPS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("this is how it is done", ("processed_logprobs", "fcfs", "priority"),
      "*.rollout.logprobs_mode *.rollout.scheduling_policy"),
     ("every rollout is in the run's folder, where `pellucid rollouts` shows it", ANY,
-     "*.rollout.trace trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir"),
+     "*.rollout.trace trainer.rollout_data_dir trainer.validation_data_dir"),
     ("the order of validation changes no metric", ANY, "data.validation_shuffle"),
     ("when a response is scored changes no score", ANY,
      "reward_model.use_reward_loop reward_model.launch_reward_fn_async reward_model.num_workers"),

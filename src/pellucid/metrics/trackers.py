@@ -19,10 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pellucid.console import notice
 from pellucid.errors import MissingExtraError, UserError
 from pellucid.files.rundir import atomic_write
 from pellucid.metrics.definitions import check_names
+
+SAMPLES = "val/samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,16 @@ class TrackerContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """What trackers show of a step beside its metrics."""
+
+    histograms: dict[str, np.ndarray] = field(default_factory=dict)
+    """By name, values such as the rewards of all samples."""
+    samples: list[dict[str, str | float]] = field(default_factory=list)
+    """Rows of a table: what was asked, answered and given for it. Names of columns are the same in each."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tracker:
     """One destination of metrics, open for a run."""
 
@@ -58,7 +72,9 @@ class Tracker:
     close: Callable[[], object]
     """Writes what is left and lets go."""
     failures: tuple[type[Exception], ...] = (OSError,)
-    """Errors of `log` and `close` that must not stop training."""
+    """Errors of `log`, `close` and `show` that must not stop training."""
+    show: Callable[[int, Shown], object] | None = None
+    """Shows samples, where the destination can; called before the step's `log`."""
 
 
 def _open_jsonl(context: TrackerContext) -> Tracker:
@@ -95,7 +111,16 @@ def _open_tensorboard(context: TrackerContext) -> Tracker:
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return Tracker(log, writer.close)
+    def show(step: int, shown: Shown) -> None:
+        for name, values in shown.histograms.items():
+            writer.add_histogram(name, values, step)
+        if shown.samples:
+            head = [*shown.samples[0]]
+            lines = [head, ["---"] * len(head), *([*row.values()] for row in shown.samples)]
+            cells = ([str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines)
+            writer.add_text(SAMPLES, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+
+    return Tracker(log, writer.close, show=show)
 
 
 def _open_wandb(context: TrackerContext) -> Tracker:
@@ -111,8 +136,16 @@ def _open_wandb(context: TrackerContext) -> Tracker:
     )
     # Against the run's own step, so that the steps repeated after a resume are not refused.
     run.define_metric("*", step_metric=name)
+
+    def show(step: int, shown: Shown) -> None:
+        parts = {key: wandb.Histogram(values) for key, values in shown.histograms.items()}
+        if shown.samples:
+            rows = [[*row.values()] for row in shown.samples]
+            parts[SAMPLES] = wandb.Table(columns=list(shown.samples[0]), data=rows)
+        run.log({**parts, name: step})
+
     failures = (OSError, wandb.errors.Error)
-    return Tracker(lambda step, metrics: run.log({**metrics, name: step}), run.finish, failures)
+    return Tracker(lambda step, metrics: run.log({**metrics, name: step}), run.finish, failures, show)
 
 
 def _open_mlflow(context: TrackerContext) -> Tracker:
@@ -129,7 +162,12 @@ def _open_mlflow(context: TrackerContext) -> Tracker:
         # `@` is not allowed in an MLflow name.
         mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
-    return Tracker(log, mlflow.end_run, failures=(OSError, mlflow.exceptions.MlflowException))
+    def show(step: int, shown: Shown) -> None:
+        if shown.samples:
+            table = {name: [row[name] for row in shown.samples] for name in shown.samples[0]}
+            mlflow.log_dict(table, f"{SAMPLES}/step_{step:06d}.json")
+
+    return Tracker(log, mlflow.end_run, (OSError, mlflow.exceptions.MlflowException), show)
 
 
 def _open_swanlab(context: TrackerContext) -> Tracker:
@@ -149,10 +187,18 @@ def _open_swanlab(context: TrackerContext) -> Tracker:
 
 def _open_trackio(context: TrackerContext) -> Tracker:
     """Open a run in Trackio's local database, which `trackio show` displays."""
-    trackio, name = _package("trackio"), f"{context.experiment}-{context.run_id('trackio')[:6]}"
+    trackio, pandas = _package("trackio"), _package("pandas")
+    name = f"{context.experiment}-{context.run_id('trackio')[:6]}"
     trackio.init(project=context.project, name=name, config=context.config, resume="allow")
+
+    def show(step: int, shown: Shown) -> None:
+        parts = {key: trackio.Histogram(values) for key, values in shown.histograms.items()}
+        if shown.samples:
+            parts[SAMPLES] = trackio.Table(dataframe=pandas.DataFrame(shown.samples))
+        trackio.log(parts, step=step)
+
     failures = (OSError, sqlite3.Error)
-    return Tracker(lambda step, metrics: trackio.log(metrics, step=step), trackio.finish, failures)
+    return Tracker(lambda step, metrics: trackio.log(metrics, step=step), trackio.finish, failures, show)
 
 
 TRACKERS: dict[str, Callable[[TrackerContext], Tracker]] = {
@@ -178,6 +224,13 @@ class Trackers:
         for name, tracker in self._trackers.items():
             self._call(name, tracker, lambda tracker=tracker: tracker.log(step, metrics))
 
+    def show(self, step: int, make: Callable[[], Shown]) -> None:
+        """Let those that have tables and histograms show a step's samples, which are only then put together."""
+        showing = {name: tracker for name, tracker in self._trackers.items() if tracker.show is not None}
+        shown = make() if showing else Shown()
+        for name, tracker in showing.items():
+            self._call(name, tracker, lambda show=tracker.show: show and show(step, shown))
+
     def close(self) -> None:
         """Close every tracker, also when one of them fails."""
         with contextlib.ExitStack() as stack:
@@ -198,15 +251,20 @@ def open_trackers(names: Iterable[str], context: TrackerContext) -> Trackers:
 
     Raises:
         MissingExtraError: a tracker's package is not installed.
+        UserError: one cannot be opened.
     """
     wanted = [name for name in dict.fromkeys(["jsonl", *names]) if name != "console"]
     opened: dict[str, Tracker] = {}
+    name = ""
     try:
         for name in wanted:
             opened[name] = TRACKERS[name](context)
-    except BaseException:
+    except BaseException as error:
         Trackers(opened).close()
-        raise
+        if isinstance(error, UserError | OSError) or not isinstance(error, Exception):
+            raise
+        reason = f"{name} cannot be opened ({type(error).__name__}: {error})."
+        raise UserError("trainer.logger", reason, "Set it up as its documentation says, or leave it out.") from error
     return Trackers(opened)
 
 

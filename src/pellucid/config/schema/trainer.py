@@ -105,6 +105,8 @@ class TrainerConfig(BaseTrainerConfig):
     `[{metric: actor/entropy, below: 0.1, steps: 3, action: stop}]`; null: none, and those neither."""
     dump_rollouts: bool = True
     """Write each step's prompts, responses, rewards and log-probabilities to the run's folder."""
+    log_val_generations: Annotated[int, Range(ge=0)] = 10
+    """The first so many samples of each validation are a table in TensorBoard, wandb, MLflow or Trackio."""
 
 
 @dataclass(frozen=True)
