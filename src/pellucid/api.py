@@ -36,7 +36,7 @@ from pellucid.run import Callback, Run
 from pellucid.session import prepared_run, train_run
 from pellucid.trained import Asked, load_asked, load_trained
 from pellucid.training.common.models import TokenPieces
-from pellucid.types import Rollout
+from pellucid.types import Rollout, Score
 from pellucid.validation import answer, validation_metrics
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def generate(
 
 def evaluate(
     model: str | Path,
-    files: str | None = None,
+    files: str | Sequence[str] | None = None,
     *,
     recipe: Path | None = None,
     num: int | None = None,
@@ -231,10 +231,10 @@ def evaluate(
 
     Args:
         model: a run, a checkpoint, a model folder, a hub id or `builtin`.
-        files: the problems: `task:NAME?args`, a jsonl or parquet file, or a hub data set; None: the run's or recipe's
-            `data.val_files`.
+        files: the problems, or several benchmarks of them: `task:NAME?args`, a jsonl or parquet file, or a hub data
+            set; None: the run's or recipe's `data.val_files`.
         recipe: whose prompts' form, agent and tools to take in place of the run's.
-        num: at most this many problems.
+        num: at most this many problems of each benchmark.
         samples: answers to each problem; with several, pass@k is among the metrics.
         temperature: None is 0, greedy, of one sample, else 1.
         max_tokens: longest answer; None: the run's or recipe's, or 256.
@@ -243,7 +243,8 @@ def evaluate(
         device: auto, cpu, cuda or npu.
 
     Returns:
-        `val/<task>/{accuracy,reward,num}`, and `val/<task>/pass@<samples>` of several.
+        `val/<task>/{accuracy,reward,num}`, and `val/<task>/pass@<samples>` of several; of a task that is there twice,
+        with `files` as given in place of its name.
 
     Raises:
         UserError: there is no such model, problem or function, or nothing could be scored.
@@ -263,9 +264,10 @@ def evaluate(
             raise UserError("--out", f"'{out}' cannot be written: {error.strerror}.") from error
     asked = load_asked(str(model), recipe, device)
     data = asked.config.data
-    if files is None and data.val_files is None:
+    if not files and data.val_files is None:
         raise UserError("--files", "is not given, and nothing else names problems.", "Give it, e.g. 'task:arithmetic'.")
-    source = replace(data, val_files=files or data.val_files, val_max_samples=num, max_prompt_length=1 << 20)
+    named = [files] if isinstance(files, str) else files or [data.val_files]
+    source = replace(data, val_max_samples=num, max_prompt_length=1 << 20)
     scoring = asked.config.reward_model if reward is None else RewardConfig(functions={reward: 1.0})
     longest = max_tokens or (asked.config.actor_rollout_ref.rollout.response_length if asked.knows_more else 256)
     with (
@@ -273,20 +275,29 @@ def evaluate(
         make_scorer(scoring) as scorer,
         progress(transient=True) as bar,
     ):
-        read = build_prompts(source, asked.tokenizer, "val", tools=loop.schemas, keep_messages=loop.has_turns)
-        task = bar.add_task("answering", total=len(read.prompts) * samples)
-        rollouts, scores = answer(
-            asked.engine,
-            lambda rollouts: require_scores(scorer.score(rollouts)[0]),
-            read.prompts,
-            _params(asked, samples, temperature, longest),
-            batch_size=None,
-            on_done=lambda count: bar.advance(task, count),
-            loop=loop,
-        )
+        sources = [replace(source, val_files=each) for each in named]
+        keep = {"tools": loop.schemas, "keep_messages": loop.has_turns}
+        benchmarks = [build_prompts(each, asked.tokenizer, "val", **keep).prompts for each in sources]
+        task = bar.add_task("answering", total=sum(map(len, benchmarks)) * samples)
+        rollouts, scores, metrics = list[Rollout](), list[Score](), dict[str, float]()
+        for name, prompts in zip(named, benchmarks):
+            answers, given = answer(
+                asked.engine,
+                lambda rollouts: require_scores(scorer.score(rollouts)[0]),
+                prompts,
+                _params(asked, samples, temperature, longest),
+                batch_size=None,
+                on_done=lambda count: bar.advance(task, count),
+                loop=loop,
+            )
+            measured = validation_metrics(answers, given)
+            if measured.keys() & metrics.keys():  # the same task with other arguments
+                measured = {f"val/{name}/{key.rpartition('/')[2]}": value for key, value in measured.items()}
+            metrics |= measured
+            rollouts, scores = rollouts + answers, scores + given
     if out is not None:
         write_rollouts(out, rollouts, scores, step=0, pieces=TokenPieces(asked.tokenizer))
-    return validation_metrics(rollouts, scores)
+    return metrics
 
 
 def _params(asked: Asked, samples: int, temperature: float, max_tokens: int) -> SamplingParams:

@@ -87,6 +87,9 @@ def test_eval_of_the_built_in_model_a_folder_and_several_samples(finished, work)
     work.run("eval", "builtin", "--files", TASK, "--num", "4", "--out", "named.jsonl.zst")
     work.run("eval", str(BUILTIN_FOLDER), "--files", TASK, "--num", "4", "--out", "folder.jsonl.zst")
     assert read_rollouts(work.folder / "named.jsonl.zst") == read_rollouts(work.folder / "folder.jsonl.zst")
+    done = work.run("eval", "builtin", "--files", TASK, "--files", "task:arithmetic?level=1", "--num", "3")
+    names = [line.split()[1] for line in done.output.splitlines() if line.startswith("│")]
+    assert names == ["arithmetic", "task:arithmetic?level=1"], "a task that is there twice is called as it was given"
     done = work.run("eval", str(finished / "checkpoints" / "global_step_1"), "--files", TASK, "--num", "2", "--samples", "4")
     assert "pass@4" in done.text
     shown = work.run("rollouts", "named.jsonl.zst", "--limit", "1").text

@@ -104,6 +104,8 @@ MISTAKES: dict[str, list[tuple[str, str]]] = {
         ("chat builtin --recipe nothing.yaml", "nothing.yaml"),
         ("export nothing --out x", "does not exist"),
         ("export . --out x", "config.json"),
+        ("export . --out x --push model", "OWNER/NAME"),
+        ("eval builtin --harness arc_easy", "pellucid[harness]"),
         ("rollouts nothing", "does not exist"),
         ("rollouts .", "holds no run"),
         ("rollouts recipe.yaml", "recipe.yaml"),

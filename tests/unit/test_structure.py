@@ -23,7 +23,7 @@ RUN = {
     "interrupt", "failures", "sft",
 }  # fmt: skip
 """What makes a run and drives it, above the rooms."""
-API = {"api", "session", "trained"}
+API = {"api", "harness", "session", "trained"}
 """What the command line and scripts call, above a run."""
 MAY_IMPORT = {
     "algo": {"config.schema"},
@@ -58,8 +58,8 @@ BUDGETS = {
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
     ("config",): 4830,
-    tuple(sorted(API)): 745,
-    ("tasks", "data", "reward"): 1540,
+    tuple(sorted(API)): 835,
+    ("tasks", "data", "reward"): 1615,
     ("training",): 2420,
     ("roles",): 590,
     ("rollout",): 4400,
@@ -68,14 +68,14 @@ BUDGETS = {
     ("observe",): 4860,
     ("precision",): 3460,
     ("metrics", "files"): 1735,
-    ("cli", "doctor"): 2115,
+    ("cli", "doctor"): 2170,
     ("view",): 880,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 37_420
+MAX_LINES = 37_650
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

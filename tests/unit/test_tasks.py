@@ -273,6 +273,30 @@ def test_reasoning_gym_refuses_unknown_names_and_bad_values():
         get_task("reasoning_gym:leg_counting").rows("train", min_animals="0", size="2")
 
 
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("It is \\boxed{\\frac12}.", "0.5", 1.0),
+        ("\\boxed{2}", "\\frac{4}{2}", 1.0),
+        ("\\boxed{1+x}", "x+1", 1.0),
+        ("\\boxed{(2,1)}", "(1,2)", 0.0),
+        ("the answer is 3", "4", 0.0),
+        ("", "3", 0.0),
+    ],
+)
+def test_math_compares_what_formulas_mean(response, answer, reward):
+    assert get_task("math").verify(response, answer, {}) == reward
+
+
+def test_math_reads_files_of_any_columns(tmp_path):
+    path = tmp_path / "aime.jsonl"
+    path.write_text('{"Question": "What is half of one?", "Answer": 0.5}\n')
+    [row] = get_task("math").rows("val", path=str(path), question="Question", answer="Answer")
+    assert row["answer"] == "0.5" and row["prompt"].startswith("What is half of one?") and "boxed" in row["prompt"]
+    with pytest.raises(UserError, match="no column 'problem', but Question, Answer"):
+        get_task("math").rows("val", path=str(path))
+
+
 def test_reasoning_gym_missing_names_the_extra(monkeypatch):
     monkeypatch.setattr(gym_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pellucid\[reasoning-gym\]"):

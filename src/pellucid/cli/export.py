@@ -24,8 +24,13 @@ def export(
     critic: Annotated[
         bool, typer.Option("--critic", help="The run's critic, for critic.model.path or reward_model.model.path only.")
     ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", help="Upload it to the hub, too, as OWNER/NAME; a new one is private.")
+    ] = None,
 ) -> None:
     """Write a checkpoint as a model folder that plain `transformers` loads."""
+    if push is not None and push.count("/") != 1:
+        raise UserError("--push", f"'{push}' is no name on the hub.", "Write it as OWNER/NAME.")
     if out.exists() and any(out.iterdir()):
         raise UserError("--out", f"the folder '{out}' is not empty.", "Choose a new folder.")
 
@@ -42,6 +47,26 @@ def export(
     model, tokenizer, _ = load_trained(str(run), torch.device("cpu"), step=step, critic=critic)
     save_hf_model(as_classifier(model) if critic else model, tokenizer, out, torch_dtype(dtype))
     console.print(f"wrote {out}", markup=False)
+    if push is not None:
+        console.print(f"pushed to {_push(out, push)}", markup=False)
+
+
+def _push(folder: Path, name: str) -> str:
+    """Upload a model folder to the hub, and return its address.
+
+    Raises:
+        UserError: the hub cannot be reached, or refuses it.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    try:
+        address = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload the model")
+    except Exception as error:  # the hub's, its HTTP client's, or the system's
+        reason = f"'{folder}' is written, but the hub does not take it: {str(error).strip().splitlines()[0]}"
+        raise UserError("--push", reason, f"Log in (hf auth login), then: hf upload {name} {folder}") from error
+    return str(address)
 
 
 def _best_step(run: Path) -> int:

@@ -51,6 +51,8 @@ def needed_extras(config: RunConfig) -> set[str]:
         extras.add("sglang")
     if any(file.startswith("task:reasoning_gym") for file in files):
         extras.add("reasoning-gym")
+    if any(file.startswith("task:math") for file in files):
+        extras.add("math")
     return extras
 
 

@@ -8,6 +8,7 @@ from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.gsm8k import Gsm8k
 from pellucid.tasks.guess import Guess
 from pellucid.tasks.gym import GYM_PREFIX, open_gym
+from pellucid.tasks.math import Math
 from pellucid.tasks.task import Task
 
 __all__ = ["TASKS", "Task", "get_task"]
@@ -16,7 +17,9 @@ TASKS: dict[str, Task] = {
     "arithmetic": Arithmetic(),
     "gsm8k": Gsm8k(),
     "guess": Guess(),
+    "math": Math(),
     "openai/gsm8k": Gsm8k(),  # the data source name in verl's prepared parquet files
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), Math()),
 }
 
 

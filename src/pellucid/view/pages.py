@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -16,7 +17,7 @@ import psutil
 from starlette.datastructures import QueryParams
 
 from pellucid.config.compose import compose_user_tree, parse_override
-from pellucid.config.describe import keys
+from pellucid.config.describe import keys, yaml_value
 from pellucid.config.presets import PRESETS
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.trees import walk
@@ -270,8 +271,10 @@ def _comparison(runs: Runs, query: QueryParams) -> Comparison:
     """Return a run's captures judged alone (`b` is empty), against its rollout engine (`rollout`) or another run."""
     folder, b = runs.find(query["run"]).path, query.get("b", "")
     if not b:
-        return check_folder(folder)
-    return compare_folders(folder, None if b == "rollout" else runs.find(b).path)
+        return replace(check_folder(folder), a=query["run"])
+    if b == "rollout":
+        return compare_folders(folder, None)
+    return replace(compare_folders(folder, runs.find(b).path), a=query["run"], b=b)
 
 
 def config_page(runs: Runs, query: QueryParams) -> Context:
@@ -281,7 +284,13 @@ def config_page(runs: Runs, query: QueryParams) -> Context:
     root = SftConfig if "sft" in (run.read_record() or [{"command": []}])[-1]["command"][:2] else RunConfig
     known, set_by = {key.name: key for key in keys(root)}, _set_by(run, config)
     rows = [
-        {"key": key, "value": value, "known": known.get(key), "by": set_by.get(key, "default")}
+        {
+            "key": key,
+            "value": yaml_value(value),
+            "default": yaml_value(known[key].default) if key in known else "",
+            "doc": known[key].doc if key in known else "",
+            "by": set_by.get(key),
+        }
         for key, value in config.items()
     ]
     return {"rows": rows, "starts": run.read_record()}
