@@ -16,9 +16,8 @@ import torch
 from pellucid.algo.advantages import AdvantageInputs
 from pellucid.algo.aggregation import masked_mean
 from pellucid.algo.catalog import estimator_entry
-from pellucid.algo.correction import correct, out_of_range
+from pellucid.algo.correction import correct
 from pellucid.algo.kl import kl_penalty
-from pellucid.console import notice
 from pellucid.errors import NonFiniteError
 from pellucid.files.rollout_dump import write_rollouts
 from pellucid.metrics.trackers import Shown
@@ -81,7 +80,6 @@ def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Ten
     updated, training_logp = update(run, batch, step)
     metrics |= updated
     metrics |= gap or policy_gap_metrics(run, batch, training_logp, step)
-    warn_of_mismatch(run, metrics)
     return batch, training_logp, metrics
 
 
@@ -226,14 +224,6 @@ def policy_gap_metrics(
     mask = batch.loss_mask & ~training_logp.isnan()
     with run.stage(Stage.CORRECTION, step):
         return correct(training_logp, batch.rollout_logp, mask, run.config.algorithm).metrics
-
-
-def warn_of_mismatch(run: Run, metrics: dict[str, float]) -> None:
-    """Say once a run, for each metric, that it left its healthy range and what helps."""
-    for name, message in out_of_range(metrics):
-        if name not in run.warned:
-            run.warned.add(name)
-            notice(message)
 
 
 def staleness_metrics(run: Run, samples: Samples) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -83,8 +83,6 @@ class Run:
     """The next step to run; later than 1 after a resume."""
     restored: Path | None = None
     """The checkpoint that the run goes on from."""
-    warned: set[str] = field(default_factory=set)
-    """Metrics of which it was said that they left their healthy range."""
 
     @property
     def spans(self) -> SpanRecorder:

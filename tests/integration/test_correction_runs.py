@@ -115,7 +115,7 @@ def test_a_gap_out_of_its_healthy_range_is_told_once_with_the_remedy(work):
     assert max(unhealthy) < 0.8, unhealthy
     assert done.text.count("mismatch/rollout_is_eff_sample_size is") == 1
     message = done.text.partition("mismatch/rollout_is_eff_sample_size is")[2][:400]
-    assert "at least 0.8 is healthy" in message and "algorithm.rollout_is_threshold" in message
+    assert "below 0.8. A few samples carry the update" in message and "algorithm.rollout_is_threshold" in message
 
 
 # --- presets and verl's block -----------------------------------------------------------------------------------------

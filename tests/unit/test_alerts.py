@@ -1,6 +1,7 @@
 """Alerts: each planted trouble is told at the first step at which it can be known, and none in a healthy run."""
 
 import json
+import math
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -15,6 +16,9 @@ HEALTHY = {
     "reward/failed_share": 0.0, "reward/num_timeouts": 0.0, "batch/no_spread_share": 0.6, "response_length/clip_ratio": 0.1,
     "actor/entropy": 0.3, "actor/ppo_kl": 0.01, "actor/grad_norm": 0.5, "perf/throughput": 1000.0, "agent/failed_share": 0.0,
     "critic/score/mean": 0.6,
+    "mismatch/rollout_is_eff_sample_size": 0.95, "mismatch/rollout_is_veto_fraction": 0.0, "mismatch/rollout_is_mean": 1.01,
+    "mismatch/rollout_is_clipped_fraction": 0.1, "mismatch/num_impossible_tokens": 0.0,
+    "mismatch/rollout_is_catastrophic_token_fraction": 0.0, "mismatch/rollout_rs_masked_fraction": 0.4,
 }  # fmt: skip
 
 
@@ -44,6 +48,15 @@ def test_a_healthy_run_is_quiet():
         ("perf/throughput", 300.0, 5),
         ("agent/failed_share", 0.5, 2),
         ("critic/score/mean", 0.1, 3),
+        ("mismatch/rollout_is_eff_sample_size", 0.79, 2),
+        ("mismatch/rollout_is_eff_sample_size", math.nan, 2),
+        ("mismatch/rollout_is_veto_fraction", 0.06, 1),
+        ("mismatch/rollout_is_mean", 0.89, 2),
+        ("mismatch/rollout_is_mean", 1.11, 2),
+        ("mismatch/rollout_is_clipped_fraction", 0.3, 2),
+        ("mismatch/num_impossible_tokens", 1.0, 1),
+        ("mismatch/rollout_is_catastrophic_token_fraction", 0.02, 1),
+        ("mismatch/rollout_rs_masked_fraction", 0.96, 2),
     ],
 )
 def test_a_trouble_is_told_as_soon_as_it_can_be_known_and_once(metric, value, steps):

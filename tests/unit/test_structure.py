@@ -67,7 +67,7 @@ BUDGETS = {
     ("ranks",): 1890,
     ("observe",): 4860,
     ("precision",): 3460,
-    ("metrics", "files"): 1735,
+    ("metrics", "files"): 1795,
     ("cli", "doctor"): 2170,
     ("view",): 880,
 }

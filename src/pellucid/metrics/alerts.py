@@ -6,6 +6,7 @@ A rule names a metric, its bounds and for how many steps they must be left. Thos
 """
 
 import json
+import math
 import threading
 import urllib.request
 from collections import deque
@@ -23,6 +24,10 @@ FIELD = "trainer.alerts"
 REMEMBERED, NEEDED = 50, 10
 """Steps whose median relative bounds are multiples of, and how many of them there must be."""
 WEBHOOK_TIMEOUT_S = 10.0
+_CLOSER = (
+    "bring the two policies together (give actor_rollout_ref.rollout.dtype the trainer's precision, sample with newer "
+    "weights)"
+)
 DEFAULTS = (
     AlertConfig("reward/failed_share", above=0.05, message="Reward calls fail; pellucid rollouts RUN shows why."),
     AlertConfig("reward/num_timeouts", above=0, steps=2, message="Reward calls take longer than reward_timeout_s."),
@@ -48,6 +53,54 @@ DEFAULTS = (
     ),
     AlertConfig(
         "agent/failed_share", above=0.2, steps=2, message="Agents or tools fail; pellucid rollouts RUN shows why."
+    ),
+    AlertConfig(
+        "mismatch/rollout_is_eff_sample_size",
+        below=0.8,
+        steps=2,
+        message=f"A few samples carry the update: {_CLOSER}, or lower the variance with algorithm.rollout_is_level: "
+        "token or a smaller algorithm.rollout_is_threshold.",
+    ),
+    AlertConfig(
+        "mismatch/rollout_is_clipped_fraction",
+        above=0.2,
+        steps=2,
+        message="Mode clip gives many tokens weight 0: widen algorithm.rollout_is_threshold and "
+        "rollout_is_threshold_lower to what mismatch/rollout_is_p25 and p75 show, take algorithm.rollout_is_mode: "
+        f"truncate, or {_CLOSER}.",
+    ),
+    AlertConfig(
+        "mismatch/rollout_is_veto_fraction",
+        above=0.05,
+        message=f"Many sequences hold a token that the trainer finds impossible: {_CLOSER}, or lower "
+        "algorithm.rollout_is_veto_threshold (null: no veto).",
+    ),
+    AlertConfig(
+        "mismatch/rollout_is_mean",
+        below=0.9,
+        above=1.1,
+        steps=2,
+        message=f"The sampled tokens are systematically more or less likely to the trainer: {_CLOSER}, and check that "
+        "both sides use the same temperature, or use algorithm.rollout_is_level: geometric or token.",
+    ),
+    AlertConfig(
+        "mismatch/rollout_is_catastrophic_token_fraction",
+        above=0.01,
+        message=f"The trainer finds many sampled tokens impossible: {_CLOSER}, and compare the two sides' tokenizer "
+        "and chat template.",
+    ),
+    AlertConfig(
+        "mismatch/num_impossible_tokens",
+        above=0.0,
+        message="Sampled tokens have a log-probability of −inf or NaN on one side and are left out: compare the two "
+        "sides' tokenizer, vocabulary size and what masks their logits.",
+    ),
+    AlertConfig(
+        "mismatch/rollout_rs_masked_fraction",
+        above=0.5,
+        steps=2,
+        message="algorithm.rollout_rs leaves little to train on: widen its bounds to what mismatch/rollout_is_p25 and "
+        "p75 show, or first measure alone with algorithm.rollout_correction_preset: disabled.",
     ),
 )
 
@@ -106,12 +159,14 @@ class Alerts:
             if self._streaks[index] == rule.steps:
                 begun.append(Alert(step, rule.metric, value, bound, rule.message, rule.action, rule.url))
         for name, past in self._past.items():
-            past += [metrics[name]] if name in metrics else []
+            past += [metrics[name]] if not math.isnan(metrics.get(name, math.nan)) else []
         return begun
 
     def _left(self, rule: AlertConfig, value: float) -> str:
         """Return which bound of a rule a value is beyond; empty where none is."""
         past = self._past[rule.metric]
+        if math.isnan(value):
+            return "no number"
         if rule.of_median and len(past) < NEEDED:
             return ""
         unit, shown = (median(past), " times its median") if rule.of_median else (1.0, "")

@@ -113,7 +113,7 @@ def _open_tensorboard(context: TrackerContext) -> Tracker:
 
     def show(step: int, shown: Shown) -> None:
         for name, values in shown.histograms.items():
-            writer.add_histogram(name, values, step, bins=64)
+            writer.add_histogram(name, values, step, bins=64)  # pyright: ignore[reportArgumentType]
         if shown.samples:
             head = [*shown.samples[0]]
             lines = [head, ["---"] * len(head), *([*row.values()] for row in shown.samples)]
