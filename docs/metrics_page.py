@@ -10,13 +10,12 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Every number in `metrics.jsonl`, on the console and in the trackers. Written from",
-        "`pellucid/metrics/definitions.py`",
-        "by `python docs/metrics_page.py > docs/metrics.md`; do not edit by hand.",
+        "This page lists every number in `metrics.jsonl`, on the console and in the trackers.",
+        "`python docs/metrics_page.py > docs/metrics.md` writes it from `pellucid/metrics/definitions.py`; do not edit it by hand.",
         "",
-        "One line a step, key `step` first; a value that is not finite is written as `null`. In names, `<task>` is a",
-        "task,",
-        "`<stage>` a stage of the step, `<k>` a number of samples and `<name>` whatever the loss calls it.",
+        "The file has one line for each step, which begins with the key `step`. A value that is not finite is written as `null`.",
+        "In names, `<task>` is a task, `<stage>` a stage of the step, `<k>` a number of samples, and `<name>` a tool (`agent/`),",
+        "a part of the reward (`reward/part/`) or what your own loss calls it (`plugin/`).",
     ]
     group = ""
     for metric in METRICS.values():

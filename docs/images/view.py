@@ -36,6 +36,7 @@ def main() -> None:
             page.goto(base + address)
             if name == "sample":
                 page.locator("#samples a").first.click()
+                page.get_by_role("link", name="surprise").click()
             if name in ("curves", "timeline"):
                 page.wait_for_selector(".figure .main-svg")
             page.wait_for_timeout(1500)  # until what slides in has arrived

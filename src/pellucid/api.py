@@ -32,7 +32,7 @@ from pellucid.metrics.trackers import read_metrics
 from pellucid.reward import make_scorer
 from pellucid.reward.scorer import require_scores
 from pellucid.rollout.requests import SamplingParams
-from pellucid.run import Callback, Run
+from pellucid.run import VERIFIED_AGENTS, Callback, Run
 from pellucid.session import prepared_run, train_run
 from pellucid.trained import Asked, load_asked, load_trained
 from pellucid.training.common.models import TokenPieces
@@ -88,6 +88,9 @@ def train(config: RunConfig | Recipe, callbacks: Sequence[Callback] = ()) -> Run
         NonFiniteError, RunFailedError: the run failed; its checkpoints are whole.
     """
     config = config if isinstance(config, RunConfig) else load_config(config)
+    if config.trainer.val_only:
+        reason = "is for `pellucid train` alone, and this function trains."
+        raise UserError("trainer.val_only", reason, "Call pellucid.evaluate, or remove the key.")
     train_run(config, callbacks)
     return open_run(config.trainer.default_local_dir)
 
@@ -244,7 +247,7 @@ def evaluate(
 
     Returns:
         `val/<task>/{accuracy,reward,num}`, and `val/<task>/pass@<samples>` of several; of a task that is there twice,
-        with `files` as given in place of its name.
+        `val/<file>/…`, and `val/<file> <task>/…` of a file with several.
 
     Raises:
         UserError: there is no such model, problem or function, or nothing could be scored.
@@ -278,6 +281,8 @@ def evaluate(
         sources = [replace(source, val_files=each) for each in named]
         keep = {"tools": loop.schemas, "keep_messages": loop.has_turns}
         benchmarks = [build_prompts(each, asked.tokenizer, "val", **keep).prompts for each in sources]
+        if asked.config.actor_rollout_ref.rollout.agent.name in VERIFIED_AGENTS:
+            scorer.require_verifiers(prompt.task for prompts in benchmarks for prompt in prompts)
         task = bar.add_task("answering", total=sum(map(len, benchmarks)) * samples)
         rollouts, scores, metrics = list[Rollout](), list[Score](), dict[str, float]()
         for name, prompts in zip(named, benchmarks):
@@ -292,7 +297,10 @@ def evaluate(
             )
             measured = validation_metrics(answers, given)
             if measured.keys() & metrics.keys():  # the same task with other arguments
-                measured = {f"val/{name}/{key.rpartition('/')[2]}": value for key, value in measured.items()}
+                several = len({prompt.task for prompt in prompts}) > 1
+                begins = f"val/{name} " if several else f"val/{name}/"
+                named_so = {key: key.removeprefix("val/") if several else key.rpartition("/")[2] for key in measured}
+                measured = {begins + named_so[key]: value for key, value in measured.items()}
             metrics |= measured
             rollouts, scores = rollouts + answers, scores + given
     if out is not None:

@@ -60,12 +60,14 @@ def _values(samples: Samples, batch: TrainBatch, training_logp: torch.Tensor | N
     by_token = {"critic/advantages": batch.advantages}
     if training_logp is not None:
         by_token["mismatch/logp_diff"] = training_logp - samples.rollout_logp
-    rewards = [score.reward for score in samples.scores if score.reward is not None]
-    return {
-        "critic/score": np.array(rewards),
+    found = {
+        "critic/score": np.array([score.reward for score in samples.scores if score.reward is not None]),
         "response_length": samples.mask.sum(1).numpy(),
         **{name: values[batch.loss_mask].float().numpy() for name, values in by_token.items()},
     }
+    # Values that differ in the last digit alone have no histogram.
+    finite = {name: values[np.isfinite(values)].astype(np.float64).round(6) for name, values in found.items()}
+    return {name: values for name, values in finite.items() if values.size}
 
 
 def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Tensor | None, dict[str, float]]:

@@ -30,7 +30,8 @@ def load_object(spec: str, field: str) -> Any:
         remedy = "Write it as 'package.module:name' or 'file.py:name'."
         raise UserError(field, f"'{spec}' is not an import path.", remedy)
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
-    if path is None and Path(place).expanduser().exists():
+    there = Path(place).expanduser()
+    if path is None and (there.is_file() or (there.exists() and not place.isidentifier())):  # else it may be a package
         raise UserError(field, f"'{place}' is no Python file.", "Name one that ends in .py, or package.module:name.")
     if path is not None and not path.is_file():
         remedy = "Give a path relative to the current folder, or an absolute one."

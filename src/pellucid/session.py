@@ -13,14 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from yaml import safe_load
-
 from pellucid import devices
 from pellucid.config import RunConfig, SftConfig
 from pellucid.config.convert import ConfigError, raise_all
-from pellucid.config.describe import yaml_value
-from pellucid.config.load import resolved_yaml
-from pellucid.config.trees import walk
+from pellucid.config.load import changes, resolved_yaml
 from pellucid.console import console, error_console, log_to, notice
 from pellucid.data.sources import hub_names, load_rows
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, RunFailedError, UserError
@@ -117,14 +113,18 @@ def check_run(config: RunConfig | SftConfig) -> list[str]:
             mistakes[str(error)] = error
         return None
 
-    files = {"train": run.data.train_files, "val": run.data.val_files or []}
+    own_data = run.data.custom_cls.path is not None  # whose class knows what the names mean
+    files = {} if own_data else {"train": run.data.train_files, "val": run.data.val_files or []}
     unseen = [name for names in files.values() for name in hub_names(names)]
     if model not in (None, BUILTIN) and look(model_folder, model) and not Path(model).expanduser().exists():
         unseen.append(model)
     look(check_machine, run)
     inputs = None if unseen else look(load_inputs, run, load_examples if supervised else read_prompts)
-    num_prompts = len(inputs.train_prompts) if inputs else None
-    if inputs is None:  # it stops at its first mistake, and where something is on the hub
+    num_prompts = None
+    if inputs is not None:
+        num_prompts = len(inputs.train_prompts)
+        inputs.loop.close()
+    else:  # it stops at its first mistake, and where something is on the hub
         look(make_scorer, run.reward_model)
         for split, names in files.items():
             rows = names and not hub_names(names) and look(load_rows, names, f"data.{split}_files", split)
@@ -317,10 +317,5 @@ def _report_changes(checkpoint: Path, yaml: str) -> None:
     trained_with = checkpoint / CONFIG_FILE
     if not trained_with.is_file():  # one of an earlier version
         return
-    before, now = (
-        {key: value for key, value in walk(safe_load(text)) if not isinstance(value, dict)}
-        for text in (trained_with.read_text(encoding="utf-8"), yaml)
-    )
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    if changed := [f"{key}: {yaml_value(before.get(key))} → {yaml_value(now.get(key))}" for key in keys]:
+    if changed := changes(trained_with.read_text(encoding="utf-8"), yaml):
         notice(f"the config differs from the one that '{checkpoint}' was trained with:\n  " + "\n  ".join(changed))

@@ -123,6 +123,13 @@ def test_check_of_fine_tuning_reads_the_examples(tmp_path):
         run("check", "--sft", str(tmp_path / "sft.yaml"), "data.answer_key=answr")
 
 
+def test_check_leaves_names_to_a_data_class_of_ones_own(recipe):
+    Path("rows.py").write_text("class Rows(list):\n    def __init__(self, files, tokenizer, config):\n        self += [{}]\n")
+    own = ("data.custom_cls.path=rows.py", "data.custom_cls.name=Rows", "data.train_files=some.csv")
+    result = run("check", recipe, *own, "actor_rollout_ref.model.path=someone/model")
+    assert "OK" in result.stdout and "someone/model" in result.stdout
+
+
 def test_keys_lists_and_filters():
     text = run("keys", "clip_ratio").stdout
     assert "actor_rollout_ref.actor.clip_ratio_c = 3.0  float" in text

@@ -75,3 +75,13 @@ def test_seeds_are_one_line_and_the_best_comes_first(tmp_path, capsys):
 def test_a_sweep_that_cannot_run_starts_nothing(work, arguments, said):
     done = work.run("sweep", work.recipe, *arguments, status=2)
     assert said in done.text and not (work.folder / "run_sweep").exists()
+
+
+def test_runs_of_another_config_are_not_taken_for_those_of_the_sweep(work):
+    folder = work.folder / "run_sweep" / "lr=0.0001"
+    arguments = ("sweep", work.recipe, *SHORT, f"{LR}=1e-4,1e-3")
+    folder.mkdir(parents=True)
+    shown = work.run("config", "show", work.recipe, *SHORT, "trainer.seed=5").output
+    (folder / "config.yaml").write_text(shown)
+    done = work.run(*arguments, status=2)
+    assert "'run_sweep/lr=0.0001' was trained with another config" in done.text and "trainer.seed: 5 → 0" in done.text

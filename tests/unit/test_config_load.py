@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pellucid.config import ConfigError, RunConfig, SftConfig, load_config
+from pellucid.config.compose import each_of
 from pellucid.config.convert import flat_hints
 from pellucid.errors import UserError
 
@@ -376,3 +377,22 @@ def test_keys_that_begin_with_x_hold_anchors_and_defaults_may_come_from_another_
     config = load_config(own, ["trainer.nnodes=1"]).config
     assert (config.trainer.seed, config.actor_rollout_ref.rollout.n) == (7, 4)
     assert config.data.train_files == load_config(recipe, []).config.data.train_files
+
+
+def test_a_list_of_defaults_that_is_none_and_anchors_of_a_default(recipe, tmp_path):
+    (tmp_path / "base.yaml").write_text("x-many: 3\n" + recipe.read_text())
+    recipe.write_text("defaults: [base, _self_]\ntrainer: {seed: 7}\n")
+    assert load_config(recipe, []).config.trainer.seed == 7
+    for wrong in ("defaults:\n", "defaults: base\n"):
+        recipe.write_text(wrong)
+        assert "Write it as defaults: [recipe, _self_]" in error_of(recipe)
+
+
+def test_several_values_of_a_key():
+    assert each_of("trainer.seed=1,2") == ["trainer.seed=1", "trainer.seed=2"]
+    assert each_of("trainer.seed=range(3)") == ["trainer.seed=0", "trainer.seed=1", "trainer.seed=2"]
+    tasks = 'data.train_files="task:arithmetic?level=1"', 'data.train_files="task:arithmetic?level=2"'
+    assert each_of("data.train_files=task:arithmetic?level=1,task:arithmetic?level=2") == [*tasks]
+    for word in ("trainer.seed=interval(0,1)", "trainer.seed=glob(*)"):
+        with pytest.raises(UserError, match="Write the values with commas"):
+            each_of(word)

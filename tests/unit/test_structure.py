@@ -57,7 +57,7 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 3070,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
-    ("config",): 4830,
+    ("config",): 4845,
     tuple(sorted(API)): 835,
     ("tasks", "data", "reward"): 1615,
     ("training",): 2420,
@@ -68,14 +68,14 @@ BUDGETS = {
     ("observe",): 4860,
     ("precision",): 3460,
     ("metrics", "files"): 1795,
-    ("cli", "doctor"): 2170,
+    ("cli", "doctor"): 2215,
     ("view",): 880,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 37_650
+MAX_LINES = 37_730
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

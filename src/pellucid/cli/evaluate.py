@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from pellucid.console import console
+from pellucid.errors import UserError
 
 if TYPE_CHECKING:
     from pellucid.harness import HarnessScore
@@ -30,7 +31,9 @@ def evaluate(
     ] = None,
     harness: Annotated[
         str | None,
-        typer.Option(help="Tasks of lm-evaluation-harness, with commas; without --files these alone. Extra [harness]."),
+        typer.Option(
+            help="Tasks of lm-evaluation-harness, with commas; without --files these alone. Needs the extra harness."
+        ),
     ] = None,
     harness_folder: Annotated[
         Path | None, typer.Option("--harness-folder", help="A folder with more tasks of that kind, as YAML files.")
@@ -61,6 +64,12 @@ def evaluate(
     from pellucid import api
 
     scores: list[HarnessScore] = []
+    if harness_folder is not None and harness is None:
+        raise UserError("--harness-folder", "has no effect without --harness.", "Name tasks, or leave it out.")
+    own = {"--out": out, "--reward": reward, "--temperature": temperature, "--recipe": recipe}
+    given = [name for name, value in own.items() if value is not None]
+    if harness is not None and not files and given:
+        raise UserError(given[0], "has no effect on --harness alone.", "Give --files, too, or leave it out.")
     if harness is not None:
         from pellucid.harness import run_harness
 

@@ -35,6 +35,8 @@ def export(
         raise UserError("--out", f"the folder '{out}' is not empty.", "Choose a new folder.")
 
     if best:
+        if step is not None:
+            raise UserError("--best", "--step is given, too.", "Leave one of them out.")
         step = _best_step(run)
 
     import torch
@@ -64,7 +66,8 @@ def _push(folder: Path, name: str) -> str:
         address = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload the model")
     except Exception as error:  # the hub's, its HTTP client's, or the system's
-        reason = f"'{folder}' is written, but the hub does not take it: {str(error).strip().splitlines()[0]}"
+        why = f"{type(error).__name__} {error}".partition("\n")[0]
+        reason = f"'{folder}' is written, but the hub does not take it: {why}"
         raise UserError("--push", reason, f"Log in (hf auth login), then: hf upload {name} {folder}") from error
     return str(address)
 
@@ -75,14 +78,15 @@ def _best_step(run: Path) -> int:
     Raises:
         UserError: the run keeps none, or has measured nothing yet.
     """
-    from pellucid.config import load_config
+    from pellucid.config import RunConfig, SftConfig, load_config
     from pellucid.files.checkpoint_store import CheckpointStore
     from pellucid.files.rundir import RunDir
     from pellucid.metrics.best import best_step
     from pellucid.metrics.trackers import read_metrics
 
     folder = RunDir.open(run)
-    trainer = load_config(folder.config_yaml, []).config.trainer
+    root = RunConfig if "actor_rollout_ref:" in folder.config_yaml.read_text() else SftConfig
+    trainer = load_config(folder.config_yaml, [], root).config.trainer
     if trainer.keep_best is None:
         raise UserError("--best", "the run names no metric.", "Train with trainer.keep_best, or give --step.")
     steps = CheckpointStore(folder.checkpoints).steps()

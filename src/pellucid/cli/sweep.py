@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
@@ -26,12 +27,14 @@ from rich.table import Table
 from pellucid.cli.arguments import Recipe
 from pellucid.config import load_config
 from pellucid.config.compose import each_of
+from pellucid.config.load import changes
+from pellucid.config.schema.trainer import TrainerConfig
 from pellucid.console import console, progress
 from pellucid.errors import RunFailedError, UserError
 from pellucid.files.rundir import RunDir
 from pellucid.metrics.definitions import find
 
-COMMAND = [sys.executable, "-c", "from pellucid.cli.main import main; main()", "train"]
+COMMAND = [sys.executable, "-P", "-c", "from pellucid.cli.main import main; main()", "train"]
 SEED = "trainer.seed"
 MAX_RUNS = 1000
 
@@ -77,7 +80,7 @@ def sweep(
     console.print(
         f"{len(combinations)} runs in {folder}, {len(combinations) - len(left)} of them finished", markup=False
     )
-    failed = _train_all(recipe, left, jobs)
+    failed = _train_all(recipe, left, jobs) if left else []
     if done := [each for each in combinations if each.is_finished]:
         _compare(done, folder, metric)
     if failed:
@@ -102,8 +105,7 @@ def _combinations(recipe: Path, overrides: Sequence[str], seeds: int) -> tuple[l
     if num_runs == 1:
         raise UserError("sweep", "no key has several values.", "Write them with commas: key=a,b,c; or give --seeds 3.")
     every = list(itertools.product(*choices))
-    configs = [load_config(recipe, list(words)).config for words in every]
-    home = Path(configs[0].trainer.default_local_dir)
+    home = Path(load_config(recipe, list(every[0])).config.trainer.default_local_dir)
     folder = home.with_name(f"{home.name}_sweep")
     combinations = []
     for words in every:
@@ -111,7 +113,12 @@ def _combinations(recipe: Path, overrides: Sequence[str], seeds: int) -> tuple[l
         name = ",".join(labels)
         placed = [f'trainer.default_local_dir="{folder / name}"', f'trainer.experiment_name="{home.name}_{name}"']
         group = ",".join(label for label in labels if not label.startswith("seed=")) or "all seeds"
-        combinations.append(_Combination((*words, *placed), group, RunDir(folder / name)))
+        loaded, run = load_config(recipe, [*words, *placed]), RunDir(folder / name)
+        before = run.config_yaml.read_text(encoding="utf-8") if run.config_yaml.exists() else loaded.yaml
+        if differing := changes(before, loaded.yaml):
+            reason = f"'{run.path}' was trained with another config ({'; '.join(differing[:5])})."
+            raise UserError("sweep", reason, "Move the folder away, or set trainer.experiment_name to another.")
+        combinations.append(_Combination((*words, *placed), group, run))
     if len({each.run.path for each in combinations}) < num_runs:
         raise UserError("sweep", "two runs would have one folder.", "Do not give a key the same value twice.")
     return combinations, folder
@@ -129,17 +136,17 @@ def _train_all(recipe: Path, combinations: Sequence[_Combination], jobs: int) ->
 
     Ctrl-C reaches the runs, too: each finishes its step and writes its checkpoint, and no other begins.
     """
-    cores = max(1, (os.cpu_count() or 1) // jobs)
-    environment = {"OMP_NUM_THREADS": str(cores)} | os.environ
+    places = _places(load_config(recipe, list(combinations[0].overrides)).config.trainer, jobs)
     stopping, failed = threading.Event(), list[_Combination]()
 
     def train(each: _Combination) -> None:
         if stopping.is_set():
             return
-        command = [*COMMAND, str(recipe), *each.overrides]
+        command, place = [*COMMAND, str(recipe), *each.overrides], places.get()
         streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command, env=environment, text=True, **streams)
+        process = subprocess.Popen(command, env=os.environ | place, text=True, **streams)
         _, errors = process.communicate()
+        places.put(place)
         if (status := process.returncode) in (128 + signal.SIGINT, 128 + signal.SIGTERM):
             stopping.set()
         elif status:
@@ -159,6 +166,29 @@ def _train_all(recipe: Path, combinations: Sequence[_Combination], jobs: int) ->
     if stopping.is_set():
         raise KeyboardInterrupt
     return failed
+
+
+def _places(trainer: TrainerConfig, jobs: int) -> SimpleQueue[dict[str, str]]:
+    """Return the environment of each of the runs at the same time: a share of the cores, and a device of its own.
+
+    Raises:
+        UserError: there are more runs than devices.
+    """
+    from pellucid import devices
+
+    kind = devices.choose_device(trainer.device).type if trainer.placement == "local" else "cpu"
+    cores = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))}
+    places: SimpleQueue[dict[str, str]] = SimpleQueue()
+    if (variable := devices.VISIBLE.get(kind)) is None:
+        own = [cores] * jobs
+    else:
+        all_of_them = ",".join(map(str, range(devices.count(kind))))
+        own = [cores | {variable: name} for name in os.environ.get(variable, all_of_them).split(",")]
+    if jobs > len(own):
+        raise UserError("--jobs", f"{jobs} runs at a time, and {len(own)} devices ({kind}).", f"Set --jobs {len(own)}.")
+    for place in own[:jobs]:
+        places.put(place)
+    return places
 
 
 def _compare(done: Sequence[_Combination], folder: Path, metric: str | None) -> None:

@@ -37,7 +37,8 @@ def run_training(recipe: Path, overrides: list[str]) -> None:
             console.print(f"{name}: {value:.4g}", markup=False)
         return
     run_dir = train_run(config, recorded=recorded)
-    if run_dir is None and not (there := RunDir(config.trainer.default_local_dir)).curve.exists():
+    there = RunDir(config.trainer.default_local_dir)
+    if run_dir is None and there.metrics.exists() and not there.curve.exists():
         run_dir = there  # interrupted after its last step, it has none
     if run_dir is not None:
         with log_to(run_dir.log, goes_on=True):

@@ -44,7 +44,7 @@ def read_yaml(path: Path) -> DictConfig:
         raise _syntax_error(error, str(path)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(str(path), f"this is not a YAML mapping of keys to values ({error}).") from error
-    if not isinstance(tree, DictConfig) or isinstance(yaml.safe_load(path.read_text()), str):
+    if not isinstance(tree, DictConfig) or isinstance(yaml.load(path.read_bytes(), yaml.BaseLoader), str):
         kind = "text" if isinstance(tree, DictConfig) else "a list"
         raise UserError(str(path), f"this is {kind}; a config is a mapping of keys to values.")
     return tree
@@ -65,14 +65,14 @@ def compose_user_tree(source: str | Path | Mapping[str, Any] | None, overrides: 
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+    from omegaconf import ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     named = source if isinstance(source, str | Path) else None
     folder = Path(named).resolve().parent if named else Path.cwd()
     recipe = read_yaml(Path(named)) if named else OmegaConf.create(dict(source) if isinstance(source, Mapping) else {})
-    for name in [name for name in recipe if str(name).startswith("x-")]:  # a place for anchors, as elsewhere in YAML
-        del recipe[name]
+    if not isinstance(recipe.get("defaults", OmegaConf.create([])), ListConfig):
+        raise UserError(f"{named}: defaults", "is no list.", "Write it as defaults: [recipe, _self_]")
     words = [_BARE_TASK.sub(r'\1="\2"', word) for word in overrides]
     parsed = [parse_override(word) for word in words]
     # Others set a key, also one that the recipe does not mention.
@@ -99,7 +99,8 @@ def compose_user_tree(source: str | Path | Mapping[str, Any] | None, overrides: 
         reason = str(error).split("\nfull_key")[0].replace(RECIPE, str(named or "the config"))
         raise UserError(str(named or "overrides"), f"cannot be composed: {reason.strip()}") from error
     plain: Any = OmegaConf.to_container(tree, resolve=False)
-    return plain
+    # What begins with x- is a place for anchors, as elsewhere in YAML.
+    return {name: value for name, value in plain.items() if not str(name).startswith("x-")}
 
 
 def _stored(entry: Any, folder: Path) -> Any:
@@ -137,12 +138,19 @@ def each_of(word: str) -> list[str]:
     Raises:
         UserError: it is none, or its values cannot be counted.
     """
-    override = _parsed(_BARE_TASK.sub(r'\1="\2"', word))
+    from hydra.errors import HydraException
+
+    key, _, bare = word.partition("=")
+    if _BARE_TASK.match(word):
+        return [f'{key}="{task}"' for task in re.split(",(?=task:)", bare)]
+    override = _parsed(word)
     if not override.is_sweep_override():
         return [word]
-    if override.is_interval_sweep():
-        raise UserError(word, "an interval has no end of values.", "Write the values with commas: key=a,b,c.")
-    return [f"{word.partition('=')[0]}={value}" for value in override.sweep_string_iterator()]
+    try:
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except HydraException as error:
+        reason = "an interval has no end of values." if override.is_interval_sweep() else "has values without number."
+        raise UserError(word, reason, "Write the values with commas: key=a,b,c.") from error
 
 
 def _parsed(word: str) -> Override:

@@ -12,10 +12,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import yaml
+
 from pellucid.algo.catalog import loss_entry
 from pellucid.config.compat import drop_targets, translate
 from pellucid.config.compose import compose_user_tree
 from pellucid.config.convert import ConfigError, convert, defaults_tree, flat_hints, hints_of, raise_all
+from pellucid.config.describe import yaml_value
 from pellucid.config.presets import PRESETS
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.schema.msprobe_json import SECTION as PRECISION
@@ -84,6 +87,14 @@ def load_config(
         raise UserError(", ".join(missing), "must be set.", f"Set it in the recipe or as an override: {missing[0]}=…")
     config = convert(root, resolve(tree))
     return Loaded(config, notices + validate(config))
+
+
+def changes(before: str, now: str) -> list[str]:
+    """Return `key: value → value` for every key that differs between two configs, written as `resolved_yaml` does."""
+    sides = [dict(walk(yaml.safe_load(text))) for text in (before, now)]
+    keys = [key for key in {**sides[0], **sides[1]} if not isinstance(sides[1].get(key, sides[0].get(key)), dict)]
+    values = {key: [yaml_value(side.get(key)) for side in sides] for key in keys}
+    return [f"{key}: {a} → {b}" for key, (a, b) in values.items() if a != b]
 
 
 def _other_mistakes(user: Tree, defaults: Tree, root: type) -> list[UserError]:

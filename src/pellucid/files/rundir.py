@@ -210,8 +210,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return done.stdout.strip()
 
     words = [name for word in sys.argv[1:] for name in (word, word.rpartition("=")[2]) if len(name) < 200]
-    named = [name for name in words if (folder / name).is_file()]
     try:
+        named = [name for name in words if (folder / name).is_file()]
         root, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
         inside = [name for name in named if (folder / name).resolve().is_relative_to(root)]
         untracked = git("ls-files", "--others", "--", *inside) if inside else ""

@@ -149,6 +149,7 @@ class Scorer:
         """
         for task in set(tasks) if self._only_verifies else ():
             self._verifier_is_inline(task)
+            get_task(task).require()
 
     def _verifier_is_inline(self, task: str) -> bool:
         try:

@@ -36,9 +36,14 @@ class Math(Task):
     inline: ClassVar[bool] = False  # simplifying a formula may take seconds
     args_type = MathArgs
 
+    def require(self) -> None:
+        """Check that math-verify is installed."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise MissingExtraError("task:math", "math-verify", "math")
+
     def make_rows(self, split: str, args: MathArgs) -> list[dict[str, Any]]:
         """Return one row a problem: the question with its instruction, and the answer."""
-        _require_package()
+        self.require()
         path, field = Path(args.path).expanduser(), "task:math?path"
         read = {".jsonl": read_jsonl, ".parquet": read_parquet}.get(path.suffix)
         problems = load_hub(args.path, field, split) if read is None else read(path, field)
@@ -57,15 +62,9 @@ class Math(Task):
 
     def verify(self, response: str, answer: Any, extra: dict[str, Any]) -> float:
         """Return 1.0 when the response's last formula equals the answer."""
-        _require_package()
         from math_verify import parse, verify
 
         # Its own time-outs need the main thread's alarm, and it warns without; the scorer ends what takes too long.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
         return float(verify(gold, parse(response, parsing_timeout=0), timeout_seconds=0))
-
-
-def _require_package() -> None:
-    if importlib.util.find_spec("math_verify") is None:
-        raise MissingExtraError("task:math", "math-verify", "math")

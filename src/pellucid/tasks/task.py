@@ -58,6 +58,13 @@ class Task(ABC):
             raise UserError(f"task:{self.name}", reason)
         return converted
 
+    def require(self) -> None:  # noqa: B027  (most need nothing)
+        """Check that what `verify` needs is installed.
+
+        Raises:
+            MissingExtraError: it is not.
+        """
+
     @abstractmethod
     def make_rows(self, split: str, args: Any) -> list[dict[str, Any]]:
         """Return the rows for checked arguments (an `args_type`)."""

@@ -78,7 +78,9 @@ class _Guard:
 
 
 def _figure(value: Any) -> str:
-    return "" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else str(value)
 
 
 def make_app(folders: Sequence[Path], token: str) -> Starlette:

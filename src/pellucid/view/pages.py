@@ -299,7 +299,8 @@ def config_page(runs: Runs, query: QueryParams) -> Context:
 def _set_by(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     """Return who set each key that was set, by the command of the last start and its recipe as it is today."""
     starts = run.read_record()
-    words = starts[-1]["command"][2:] if starts else []
+    command = starts[-1]["command"] if starts else []
+    words = command[2:] if command[1:2] in (["train"], ["sft"]) else []  # else a script, which is not read
     overrides = [word for word in words if "=" in word]
     recipe = next((Path(word) for word in words if word.endswith((".yaml", ".yml")) and "=" not in word), None)
     found: dict[str, str] = {}

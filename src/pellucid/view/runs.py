@@ -24,8 +24,8 @@ from pellucid.errors import UserError, did_you_mean
 from pellucid.files.rollout_dump import read_rollouts
 from pellucid.files.rundir import RunDir
 
-DEPTH = 3
-"""Folders below the one that was given in which runs are looked for: outputs/<project>/<experiment>."""
+DEPTH = 4
+"""Levels at which runs are looked for, that of the given folder included: outputs/<project>/<sweep>/<run>."""
 KEPT_DUMPS = 4
 SEARCH_S = 1.0
 """How long the samples of one prompt are looked for in other steps."""
