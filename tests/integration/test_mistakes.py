@@ -284,5 +284,15 @@ def test_a_mistake_is_one_clear_error(folder, monkeypatch, capsys, typed, answer
     assert {path.name for path in folder.iterdir()} <= before, "a refused start left something behind"
 
 
+def test_no_key_is_cut_off_in_a_narrow_box(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(error_console, "width", 60)
+    monkeypatch.setattr(sys, "argv", ["pellucid", "train", "empty.yaml"])
+    with pytest.raises(SystemExit):
+        main()
+    text = Done(2, capsys.readouterr().err).text
+    assert all(key in text for key in ("data.train_files", "actor_rollout_ref.model.path", "actor_rollout_ref.actor.strategy"))
+
+
 def test_there_are_mistakes_enough():
     assert sum(map(len, MISTAKES.values())) >= 150
