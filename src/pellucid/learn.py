@@ -25,7 +25,7 @@ from pellucid.produce import component_weights, spread
 from pellucid.rollout.requests import PauseMode, WeightUpdate, run_sync
 from pellucid.run import Run
 from pellucid.stages import Stage
-from pellucid.types import Experience, LogProbs, Samples, TrainBatch
+from pellucid.types import ActorUpdate, Experience, LogProbs, Samples, TrainBatch
 
 
 def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
@@ -39,20 +39,24 @@ def learn(run: Run, samples: Samples, step: int) -> dict[str, float]:
     )
     dumps = run.config.trainer.dump_rollouts
     try:
-        batch, training_logp, metrics = _learn(run, samples, step)
+        batch, updated = _learn(run, samples, step)
     except NonFiniteError:
         if dumps:
             dump(mask=samples.mask)
         raise
-    run.trackers.show(step, lambda: Shown(_values(samples, batch, training_logp)))
+    run.trackers.show(step, lambda: Shown(_values(samples, batch, updated.training_logp)))
     if dumps:
         weights = batch.correction_weights
         if weights is None and run.config.corrects:
             weights = batch.loss_mask.float()  # rejection alone: a token counts or it does not
         dump(
-            mask=batch.loss_mask, training_logp=training_logp, correction_weights=weights, advantages=batch.advantages
+            mask=batch.loss_mask,
+            training_logp=updated.training_logp,
+            entropy=updated.entropy,
+            correction_weights=weights,
+            advantages=batch.advantages,
         )
-    return metrics
+    return updated.metrics
 
 
 def _values(samples: Samples, batch: TrainBatch, training_logp: torch.Tensor | None) -> dict[str, np.ndarray]:
@@ -70,8 +74,8 @@ def _values(samples: Samples, batch: TrainBatch, training_logp: torch.Tensor | N
     return {name: values for name, values in finite.items() if values.size}
 
 
-def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Tensor | None, dict[str, float]]:
-    """Return the batch that was trained on, log-probs of the training policy where there are any, and the metrics."""
+def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, ActorUpdate]:
+    """Return the batch that was trained on and what its update gave back, with the metrics of the whole half step."""
     if run.config.engines_sleep:
         run_sync(run.rollout_engine.sleep())
     experience = compute_experience(run, samples, step)
@@ -79,10 +83,9 @@ def _learn(run: Run, samples: Samples, step: int) -> tuple[TrainBatch, torch.Ten
         batch, metrics = compute_advantages(run, experience, step)
     batch, gap = correct_mismatch(run, batch, step)
     metrics |= staleness_metrics(run, batch)
-    updated, training_logp = update(run, batch, step)
-    metrics |= updated
-    metrics |= gap or policy_gap_metrics(run, batch, training_logp, step)
-    return batch, training_logp, metrics
+    updated = update(run, batch, step)
+    gap = gap or policy_gap_metrics(run, batch, updated.training_logp, step)
+    return batch, replace(updated, metrics=metrics | updated.metrics | gap)
 
 
 def publish(run: Run, step: int, running: PauseMode = "keep") -> dict[str, float]:
@@ -192,11 +195,8 @@ def correct_mismatch(run: Run, batch: TrainBatch, step: int) -> tuple[TrainBatch
     return replace(batch, correction_weights=weights, loss_mask=correction.mask), correction.metrics
 
 
-def update(run: Run, batch: TrainBatch, step: int) -> tuple[dict[str, float], torch.Tensor | None]:
-    """Update the critic and, once it is warm, the actor.
-
-    Returns:
-        The metrics, and the [B, T] log-probs of the policy before the update, None where nothing computed them.
+def update(run: Run, batch: TrainBatch, step: int) -> ActorUpdate:
+    """Update the critic and, once it is warm, the actor; return what the latter gives, with the metrics of both.
 
     Raises:
         NonFiniteError: NaN or Inf; the batch is saved.
@@ -207,11 +207,11 @@ def update(run: Run, batch: TrainBatch, step: int) -> tuple[dict[str, float], to
         with run.stage(Stage.CRITIC_UPDATE, step, num_samples, batch) as advance:
             metrics |= run.roles.critic.update(batch, step=step, on_done=advance)
     if step <= run.config.trainer.critic_warmup:
-        return metrics, None if run.config.algorithm.bypass_mode else batch.old_logp
+        return ActorUpdate(metrics, None if run.config.algorithm.bypass_mode else batch.old_logp)
     num_samples = len(batch) * run.config.actor_rollout_ref.actor.ppo_epochs
     with run.stage(Stage.ACTOR_UPDATE, step, num_samples, batch) as advance:
         updated = run.actor.update(batch, step=step, on_done=advance)
-    return metrics | updated.metrics, updated.training_logp
+    return replace(updated, metrics=metrics | updated.metrics)
 
 
 def policy_gap_metrics(

@@ -326,4 +326,7 @@ class ActorUpdate:
 
     metrics: dict[str, float]
     training_logp: torch.Tensor | None
-    """[B, T] float32 log-probs just before a row's first update, NaN in rows that were not trained on."""
+    """[B, T] float32 log-probs just before a row's first update, NaN in rows that were not trained on; None where
+    nothing computed them."""
+    entropy: torch.Tensor | None = None
+    """[B, T] float32 entropies in nats at the same moment; None where the policy was not updated."""

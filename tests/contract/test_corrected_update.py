@@ -238,6 +238,8 @@ def test_bypass_ppo_clip_is_ppo_with_the_ratio_to_the_rollout_policy(tmp_path):
     recorded = engine.forward(sequences_of(batch.rollouts), LogProbHead(TEMPERATURE)).logp * batch.mask
     torch.testing.assert_close(updated.training_logp[inside], recorded[inside], rtol=0, atol=1e-5)
     assert updated.training_logp[FAILED].isnan().all(), "a row that is not trained on has no training log-probs"
+    entropy = engine.forward(sequences_of(batch.rollouts), LogProbHead(TEMPERATURE, with_entropy=True)).entropy
+    torch.testing.assert_close(updated.entropy[inside], (entropy * batch.mask)[inside], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -62,6 +62,8 @@ def test_the_rollout_dump_agrees_with_the_metrics(finished):
         assert abs(sum(record["reward"] for record in records) / 16 - row["critic/score/mean"]) < 1e-6
         gaps = [abs(a - b) for record in records for a, b in zip(record["training_logprobs"], record["rollout_logprobs"], strict=True)]
         assert abs(max(gaps) - row["mismatch/logp_max_abs_diff"]) < 1e-6
+        entropies = [value for record in records for value in record["entropies"]]
+        assert abs(sum(entropies) / len(entropies) - row["actor/entropy"]) < 1e-5 and min(entropies) >= 0
         assert {record["policy_version"] for record in records} == {row["step"] - 1}
 
 

@@ -143,14 +143,14 @@ def test_a_sample_shows_its_tokens_in_each_colouring_and_its_prompt_in_other_ste
     browser, record = client(outputs), read_rollouts(RunDir(outputs / "c").rollouts(2))[0]
     query = {"run": "c", "step": "2", "uid": record["uid"], "sample": str(record["sample"])}
     drawn = {}
-    for colour in ("log-prob gap", "advantage", "surprise"):
+    for colour in ("log-prob gap", "advantage", "entropy", "surprise"):
         text = browser.get("/sample", params=query | {"colour": colour}).text
         assert f"<b>{colour}</b>" in text
         tokens = re.findall(r'<span class="token([^"]*)" style="background:([^"]*)" title="([^"]*)">(.*?)</span>', text)
         assert [html.unescape(token[3]) for token in tokens] == record["pieces"]
         assert f"rollout log-prob {record['rollout_logprobs'][0]:.6g}" in tokens[0][2]
         drawn[colour] = [token[1] for token in tokens]
-    assert all(all(colours) for colours in drawn.values()) and len({tuple(colours) for colours in drawn.values()}) > 2
+    assert all(all(colours) for colours in drawn.values()) and len({tuple(colours) for colours in drawn.values()}) > 3
     assert f"{NUM_STEPS} nearest of {NUM_STEPS} steps" in text
 
 

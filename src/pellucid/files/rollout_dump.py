@@ -28,6 +28,7 @@ def write_rollouts(
     *,
     mask: torch.Tensor | None = None,
     training_logp: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
     correction_weights: torch.Tensor | None = None,
     advantages: torch.Tensor | None = None,
     pieces: Callable[[list[int]], list[str]] | None = None,
@@ -41,6 +42,7 @@ def write_rollouts(
         step: the step they were sampled in.
         mask: [B, T] bool, which tokens were trained on; None: all sampled ones of samples that have a reward.
         training_logp: [B, T] log-probs under the training policy; NaN where it computed none.
+        entropy: [B, T] entropies of the training policy, in nats; NaN where it computed none.
         correction_weights: [B, T] what the policy loss was multiplied by.
         advantages: [B, T] what each token was credited with.
         pieces: turns token ids into one string a token, for people; None leaves `pieces` null in the file.
@@ -54,13 +56,15 @@ def write_rollouts(
             trained = values(mask, row)
             if trained is None:
                 trained = [bool(sampled) and score.failure is None for sampled in rollout.sampled]
-            training = values(training_logp, row)
-            if score.failure is not None or (training is not None and not all(map(math.isfinite, training))):
-                training = None
+            training, entropies = (
+                None if score.failure is not None or not all(map(math.isfinite, measured or [])) else measured
+                for measured in (values(training_logp, row), values(entropy, row))
+            )
             yield _record(rollout, score, step) | {
                 "pieces": pieces(list(rollout.token_ids)) if pieces else None,
                 "mask": [int(kept) for kept in trained],
                 "training_logprobs": training,
+                "entropies": entropies,
                 "correction_weights": values(correction_weights, row),
                 "advantages": values(advantages, row),
             }

@@ -74,11 +74,10 @@ class Actor(Role):
             NonFiniteError: with `rows` counted in `batch`; optimizer steps before the failing one stay applied.
         """
         cut = mini_batches(batch, self._config, "actor", seed=self._settings.seed, step=step)
-        measured = torch.full_like(batch.rollout_logp, torch.nan)
+        measured = _unmeasured(batch)
         metrics = update_each(cut, lambda part: self._update_mini_batch(batch, part, step, measured, on_done), "actor")
-        if batch.old_logp is None or self._settings.bypass is not None:
-            return ActorUpdate(metrics, measured)
-        return ActorUpdate(metrics, batch.old_logp)
+        before_update = batch.old_logp is None or self._settings.bypass is not None
+        return ActorUpdate(metrics, measured.logp if before_update else batch.old_logp, measured.entropy)
 
     def repeat_update(self, batch: TrainBatch, mini_batch: MiniBatch, *, step: int) -> None:
         """Take one of the optimizer steps of `update` alone.
@@ -86,13 +85,13 @@ class Actor(Role):
         Raises:
             NonFiniteError: as `update` does.
         """
-        measured = torch.full_like(batch.rollout_logp, torch.nan)
+        measured = _unmeasured(batch)
         update_each([mini_batch], lambda part: self._update_mini_batch(batch, part, step, measured, None), "actor")
 
     def _update_mini_batch(
-        self, whole: TrainBatch, mini_batch: MiniBatch, step: int, measured: torch.Tensor, on_done: Progress | None
+        self, whole: TrainBatch, mini_batch: MiniBatch, step: int, measured: TokenScores, on_done: Progress | None
     ) -> dict[str, float]:
-        """Take one optimizer step; put log-probs of rows that `measured` [B, T] has NaN for there."""
+        """Take one optimizer step; put log-probs and entropies of rows that `measured` has NaN for there."""
         rows = mini_batch.rows
         batch = whole.select(rows)
         # Loss terms are laid out over the mini-batch's own longest response, as the engine's [B, T] results are.
@@ -110,10 +109,11 @@ class Actor(Role):
             return (total * weights[micro].to(total.device)).sum()
 
         result = self.engine.train_mini_batch(sequences_of(batch.rollouts), self._update_head, loss, on_done=on_done)
-        logp = torch.nn.functional.pad(result.scores.logp.cpu(), (0, whole.mask.shape[1] - width)) * batch.loss_mask
-        measured[rows] = torch.where(measured[rows].isnan(), logp, measured[rows])
+        for name, values in measured.results.items():
+            scores_BT = torch.nn.functional.pad(result.scores.results[name].cpu(), (0, values.shape[1] - width))
+            values[rows] = torch.where(values[rows].isnan(), scores_BT * batch.loss_mask, values[rows])
         if batch.old_logp is None:
-            batch = dataclasses.replace(batch, old_logp=logp)
+            batch = dataclasses.replace(batch, old_logp=measured.logp[rows])
         return self._metrics(batch, weights, selected, result)
 
     def _select(self, batch: TrainBatch, width: int, name: tuple[int, int]) -> torch.Tensor | None:
@@ -189,3 +189,8 @@ class Actor(Role):
             "actor/grad_norm": result.grad_norm,
             "actor/lr": result.lr,
         }
+
+
+def _unmeasured(batch: TrainBatch) -> TokenScores:
+    """Return where an update puts what its first forward pass over each row finds, NaN until then."""
+    return TokenScores({name: torch.full_like(batch.rollout_logp, torch.nan) for name in ("logp", "entropy")})

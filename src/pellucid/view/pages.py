@@ -161,7 +161,7 @@ def _tokens(record: dict[str, Any], colours: Sequence[str]) -> list[dict[str, An
     columns = {
         "rollout log-prob": record["rollout_logprobs"], "training log-prob": record["training_logprobs"],
         "advantage": record.get("advantages"), "weight": record["correction_weights"],
-        "policy": record.get("policy_versions"),
+        "entropy": record.get("entropies"), "policy": record.get("policy_versions"),
     }  # fmt: skip
     tokens = []
     for index, (piece, colour, sampled) in enumerate(zip(pieces, colours, sampled_tokens(record), strict=True)):
@@ -206,6 +206,7 @@ def _version_colours(record: dict[str, Any]) -> list[str] | None:
 COLOURINGS: dict[str, Callable[[dict[str, Any]], list[str] | None]] = {
     "log-prob gap": _gap_colours,
     "advantage": _advantage_colours,
+    "entropy": lambda record: _shades(record, record.get("entropies"), lambda nats: _alpha("8,145,178", nats / 3)),
     "surprise": lambda record: _shades(
         record, record["rollout_logprobs"], lambda logp: _alpha("124,58,237", -logp / 5)
     ),
