@@ -26,7 +26,7 @@ from pellucid.files.rundir import RunDir
 
 DEPTH = 4
 """Levels at which runs are looked for, that of the given folder included: outputs/<project>/<sweep>/<run>."""
-KEPT_DUMPS = 4
+KEPT_DUMPS = 2
 SEARCH_S = 1.0
 """How long the samples of one prompt are looked for in other steps."""
 RECENT = 10
