@@ -3,6 +3,7 @@
 import gc
 import multiprocessing.process
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("engine_cases", "server_cases")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that it starts
 gc.disable()  # until everything is imported: nothing of the libraries is ever given back, and looking for it takes seconds
 
 FAST_FOLDERS = {"unit", "contract"}
