@@ -352,3 +352,16 @@ def test_under_lora_the_reference_is_the_base_with_its_adapters_off():
     expected = dense_kl(merged, base, batch).detach() * batch.mask
     assert expected[batch.mask].mean() > 0.01
     torch.testing.assert_close(exact_kl.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_rejected_tokens_keep_their_entropy():
+    """The rollout dump shows it; only padding and given tokens have none."""
+    engine, batch = tiny_engine(), own_batch()
+    head = LogProbHead(TEMPERATURE, with_entropy=True)
+    expected = engine.forward(sequences_of(batch.rollouts), head).entropy * batch.mask
+    thinner = batch.mask.clone()
+    thinner[:, 0] = False
+    updated = actor_of(engine, "vanilla", entropy_coeff=0.01).update(replace(batch, loss_mask=thinner), step=1)
+    trained = thinner.any(dim=1)  # the others are in no mini-batch
+    assert float(expected[trained, 0].min()) > 0
+    torch.testing.assert_close(updated.entropy[trained], expected[trained], rtol=0, atol=1e-6)

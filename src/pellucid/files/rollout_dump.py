@@ -51,20 +51,21 @@ def write_rollouts(
     def values(tensor: torch.Tensor | None, row: int) -> list[Any] | None:
         return None if tensor is None else tensor[row, : len(rollouts[row].token_ids)].tolist()
 
+    def measured(tensor: torch.Tensor | None, row: int) -> list[Any] | None:  # None: not known of every token
+        found = values(tensor, row)
+        known = found is not None and scores[row].failure is None and all(map(math.isfinite, found))
+        return found if known else None
+
     def records() -> Iterator[dict[str, Any]]:
         for row, (rollout, score) in enumerate(zip(rollouts, scores)):
             trained = values(mask, row)
             if trained is None:
                 trained = [bool(sampled) and score.failure is None for sampled in rollout.sampled]
-            training, entropies = (
-                None if score.failure is not None or not all(map(math.isfinite, measured or [])) else measured
-                for measured in (values(training_logp, row), values(entropy, row))
-            )
             yield _record(rollout, score, step) | {
                 "pieces": pieces(list(rollout.token_ids)) if pieces else None,
                 "mask": [int(kept) for kept in trained],
-                "training_logprobs": training,
-                "entropies": entropies,
+                "training_logprobs": measured(training_logp, row),
+                "entropies": measured(entropy, row),
                 "correction_weights": values(correction_weights, row),
                 "advantages": values(advantages, row),
             }

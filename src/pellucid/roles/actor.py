@@ -111,7 +111,7 @@ class Actor(Role):
         result = self.engine.train_mini_batch(sequences_of(batch.rollouts), self._update_head, loss, on_done=on_done)
         for name, values in measured.results.items():
             scores_BT = torch.nn.functional.pad(result.scores.results[name].cpu(), (0, values.shape[1] - width))
-            values[rows] = torch.where(values[rows].isnan(), scores_BT * batch.loss_mask, values[rows])
+            values[rows] = torch.where(values[rows].isnan(), scores_BT * batch.mask, values[rows])
         if batch.old_logp is None:
             batch = dataclasses.replace(batch, old_logp=measured.logp[rows])
         return self._metrics(batch, weights, selected, result)
