@@ -38,10 +38,11 @@ from pellucid.rollout.requests import RolloutEngine
 from pellucid.stages import NO_PROBE, ROLE_OF, Probe, Stage
 from pellucid.training.common.logprobs import compiling_pays
 from pellucid.training.common.lora import require_peft
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import load_tokenizer, model_folder, read_config
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.value_models import CRITIC, REWARD_MODEL, load_reward_model, max_positions
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from pellucid.training.sharding import Sharding

@@ -19,9 +19,10 @@ from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.run_state import CRITIC_FOLDER
 from pellucid.sft import run_config
 from pellucid.training.checkpoint import load_trained_weights
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import eos_token_ids, load_model, load_tokenizer, model_folder
 from pellucid.training.common.value_models import max_positions
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 
 NO_LIMIT = 1 << 15
 """Tokens of a sequence, where the model has no longest one."""

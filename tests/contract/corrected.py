@@ -15,9 +15,10 @@ from pellucid.config.schema.actor import ActorConfig, PolicyLossConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import sequences_of
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch, Turn
 
 TEMPERATURE = 0.8

@@ -40,9 +40,10 @@ from pellucid.rollout.requests import (
 )
 from pellucid.rollout.transports import Transport, WeightHandle, WeightsDifferError, WeightStore
 from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import BUILTIN_FOLDER, init_model, load_model, load_tokenizer
 from pellucid.training.common.packing import sequences_of
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.training.protocol import WeightBucket
 from pellucid.types import Prompt, Rollout
 

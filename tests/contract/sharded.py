@@ -23,6 +23,7 @@ from pellucid.training.checkpoint import load_trained_weights
 from pellucid.training.common.balance import RankBalance
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.lora import add_lora, lora_layers, state_tensors
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import (
     enable_gradient_checkpointing,
     load_tokenizer,
@@ -31,7 +32,7 @@ from pellucid.training.common.models import (
 )
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.training.protocol import TokenHead, TokenScores
 from pellucid.training.sharding import Sharding, ShardingPlan
 

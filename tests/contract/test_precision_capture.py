@@ -22,10 +22,11 @@ from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.requests import SamplingParams
 from pellucid.stages import Stage
 from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import BUILTIN_FOLDER, enable_gradient_checkpointing, load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.training.protocol import TokenScores
 from pellucid.types import Prompt
 

@@ -11,8 +11,9 @@ from pellucid.rollout.native.copied import CopiedPolicy
 from pellucid.rollout.replicas import ReplicaSet
 from pellucid.rollout.requests import Request, SampleStream, SamplingParams, WeightUpdate, generate_all, run_sync
 from pellucid.rollout.transports import WeightsDifferError, WeightStore
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import load_model, load_tokenizer
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 
 TOKENIZER = load_tokenizer("builtin")
 

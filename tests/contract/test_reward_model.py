@@ -8,9 +8,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from pellucid.errors import UserError
 from pellucid.roles.reward_model import RewardModel
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import BUILTIN_FOLDER, load_tokenizer
 from pellucid.training.common.value_models import load_reward_model
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import Prompt, Rollout
 
 SIZES = {

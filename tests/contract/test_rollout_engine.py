@@ -31,10 +31,11 @@ from pellucid.rollout.requests import (
     run_sync,
 )
 from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import sequences_of
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import Prompt, Rollout
 
 TOKENIZER = load_tokenizer("builtin")

@@ -19,10 +19,11 @@ from pellucid.config.schema.actor import ActorConfig
 from pellucid.errors import NonFiniteError
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.training.common.heads import LogProbHead
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import enable_gradient_checkpointing
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, pack, sequences_of, split_micro_batches
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.training.protocol import TokenScores, TrainingEngine
 from pellucid.types import Prompt, RewardFailure, Rollout, Samples, Score, TrainBatch
 

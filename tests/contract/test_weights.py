@@ -18,8 +18,9 @@ from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
 from pellucid.rollout.transports import WeightsDifferError, WeightStore, load_buckets, parse_handle
 from pellucid.training.common.buckets import tensor_digest
 from pellucid.training.common.lora import add_lora
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import load_tokenizer, model_tensors
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.training.protocol import WeightBucket
 from pellucid.types import Prompt
 

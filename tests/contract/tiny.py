@@ -45,10 +45,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "rotary_pct": 0.5,
     },  # partial rotary, parallel residual, layer norms with bias
 }
+# Not in every test: more layers than one stage, and experts.
+_FURTHER: dict[str, dict[str, Any]] = {
+    "llama_deep": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 4},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def tiny_config(name: str) -> dict[str, Any]:
-    return _SIZES | ARCHITECTURES[name]
+    return _SIZES | (ARCHITECTURES | _FURTHER)[name]
 
 
 def tiny_model(name: str, *, seed: int = 0, scale: float = 0.3) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from pellucid.rollout.requests import SamplingParams
 from pellucid.training.checkpoint import load_trained_weights
 from pellucid.training.common.heads import LogProbHead
 from pellucid.training.common.lora import adapter_tensors, add_lora, base_weights, has_lora, lora_layers, merged_tensors
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import (
     BUILTIN_FOLDER,
     enable_gradient_checkpointing,
@@ -29,7 +30,7 @@ from pellucid.training.common.models import (
 )
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, pack
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import Prompt
 
 CPU = torch.device("cpu")

@@ -12,9 +12,10 @@ from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
 from pellucid.rollout.native.cache import KVCache
 from pellucid.rollout.requests import SamplingParams, WeightUpdate, run_sync
 from pellucid.training.common.lora import add_lora
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import BUILTIN_FOLDER, load_model, load_tokenizer
 from pellucid.training.common.packing import TokenSequence, pack
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import Prompt, Rollout
 
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ from pellucid.observe.report.timeline import read_events
 from pellucid.observe.spans import SpanRecorder
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.requests import EngineStats, Request, SampleStream, SamplingParams, generate_all
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import load_model, load_tokenizer
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 
 BEFORE = EngineStats(computed_tokens=10, sampled_tokens=100, answered=4, queue_s=8, decode_s=4, tokens_per_s=50)
 

@@ -20,10 +20,11 @@ from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.requests import SamplingParams
 from pellucid.stages import NO_PROBE, Stage
 from pellucid.training.common.heads import LogProbHead, ValueHead
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import BUILTIN_FOLDER, enable_gradient_checkpointing, init_model, load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence, sequences_of
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import MiniBatch, Prompt, Rollout, Samples, Score, TrainBatch
 
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ from transformers import (
 from pellucid.errors import UserError
 from pellucid.training.checkpoint import load_trained_weights
 from pellucid.training.common.heads import ValueHead
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import (
     BUILTIN_FOLDER,
     load_tokenizer,
@@ -23,7 +24,7 @@ from pellucid.training.common.models import (
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
 from pellucid.training.common.packing import TokenSequence
 from pellucid.training.common.value_models import as_classifier, load_reward_model, load_value_model, max_positions
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 
 CPU = torch.device("cpu")
 SIZES = {

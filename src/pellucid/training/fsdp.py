@@ -7,7 +7,6 @@ mini-batch, runs a share of it, and returns the results of all.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,26 +17,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.stages import NO_PROBE, Probe, Unit
 from pellucid.training.checkpoint import StagedWriter, State, read_state, stored_shapes, write_state
-from pellucid.training.common.balance import measure_balance, split_over_ranks
+from pellucid.training.common.balance import measure_balance
 from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.lora import base_weights, merged_tensors, state_tensors
+from pellucid.training.common.mini_batch import MicroBatch, MicroBatching, MiniBatch
 from pellucid.training.common.models import autocast, model_tensors, output_head, save_hf_model
 from pellucid.training.common.optimizer import ScheduledAdamW
-from pellucid.training.common.packing import ModelInput, TokenSequence, pack, packed_spans, split_micro_batches
-from pellucid.training.protocol import LossFunction, Progress, TokenHead, TokenScores, UpdateResult, WeightBucket
+from pellucid.training.common.packing import ModelInput, TokenSequence
+from pellucid.training.protocol import (
+    LossFunction,
+    OutputLayer,
+    Progress,
+    TokenHead,
+    TokenScores,
+    UpdateResult,
+    WeightBucket,
+)
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from pellucid.training.sharding import Sharding
 
 _NUM_STEPS = "__num_steps__"
-
-
-@dataclass(slots=True)
-class MicroBatching:
-    """How a mini-batch is cut: by tokens or by sequences."""
-
-    max_tokens: int | None
-    max_sequences: int | None
 
 
 class FsdpEngine:
@@ -81,21 +81,20 @@ class FsdpEngine:
         self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
     ) -> TokenScores:
         """Compute the head's results for the responses, without gradient."""
-        results = _Results(sequences, self.device)
+        whole = self._mini_batch(sequences, head)
         self.model.eval()
         with torch.no_grad():
-            for rows, inputs in self._micro_batches(sequences, self._shares(sequences)):
-                self.in_hand = [sequences[row].name for row in rows]
-                with self._micro_batch(sequences, rows, inputs):
-                    results.store(rows, inputs, self._run(inputs, head))
-                if on_done and rows:
-                    on_done(len(rows))
+            for micro in self._micro_batches(whole):
+                with micro.unit(self._probe):
+                    whole.store(micro, self._run(micro.inputs, head))
+                if on_done and micro.rows:
+                    on_done(len(micro.rows))
         self.in_hand = []
         if self.sharding is not None:
             self.sharding.reshard()
-            results.add_up(self.sharding)
-        self.flops += 2.0 * self._num_parameters * results.scores.num_input_tokens
-        return results.scores
+            whole.add_up(self.sharding.sum)
+        self.flops += 2.0 * self._num_parameters * whole.scores.num_input_tokens
+        return whole.scores
 
     def train_mini_batch(
         self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, *, on_done: Progress | None = None
@@ -108,35 +107,29 @@ class FsdpEngine:
         self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, on_done: Progress | None
     ) -> UpdateResult:
         assert self.optimizer is not None, "a frozen engine cannot train"
-        results = _Results(sequences, self.device)
+        whole = self._mini_batch(sequences, head)
         self.model.train()
         self.optimizer.zero_grad()
         total_loss, failure = 0.0, None
-        shares = self._shares(sequences)
-        for rows, inputs in self._micro_batches(sequences, shares):
-            self.in_hand = [sequences[row].name for row in rows]
-            with self._micro_batch(sequences, rows, inputs):
-                scores = self._run(inputs, head)
-                if rows:
-                    padded = scores.map(partial(inputs.scatter, num_rows=len(rows), width=results.width))
-                    micro_loss = loss(rows, padded)
-                else:  # keeps the ranks' collectives in step: every weight gets a gradient, of zero
-                    micro_loss = 0.0 * torch.stack([values.sum() for values in scores.results.values()]).sum()
+        for micro in self._micro_batches(whole):
+            with micro.unit(self._probe):
+                scores = self._run(micro.inputs, head)
+                micro_loss = micro.share_of_loss(scores, loss, whole.width)
                 self._probe.loss(micro_loss)
                 value = float(micro_loss.detach())
-                if rows and not math.isfinite(value):
-                    failure = failure or NonFiniteError("loss", value, rows)
+                if micro.rows and not math.isfinite(value):
+                    failure = failure or NonFiniteError("loss", value, micro.rows)
                 if self.sharding is not None:
                     micro_loss = micro_loss * self.sharding.num_ranks  # gradients are averaged, the loss is a sum
                 micro_loss.backward()
-                total_loss += value if rows else 0.0
-                results.store(rows, inputs, scores)
-            if on_done and rows:
-                on_done(len(rows))
+                total_loss += value if micro.rows else 0.0
+                whole.store(micro, scores)
+            if on_done and micro.rows:
+                on_done(len(micro.rows))
         self.in_hand = []
         if self.sharding is not None:
             total_loss = self._agree(total_loss, failure)
-            results.add_up(self.sharding)
+            whole.add_up(self.sharding.sum)
         elif failure is not None:
             raise failure
         with self._probe.unit(Unit.OPTIMIZER_STEP):
@@ -148,10 +141,10 @@ class FsdpEngine:
             if not math.isfinite(weight_norm):
                 raise NonFiniteError(UPDATED_WEIGHTS, weight_norm, list(range(len(sequences))))
         # Forward and the gradient of activations go through every weight, the gradient of weights only to trained ones.
-        self.flops += (4.0 * self._num_parameters + 2.0 * self._num_trainable) * results.scores.num_input_tokens
+        self.flops += (4.0 * self._num_parameters + 2.0 * self._num_trainable) * whole.scores.num_input_tokens
         self.version += 1
-        balance = measure_balance(sequences, shares) if len(shares) > 1 else None
-        return UpdateResult(results.scores, total_loss, grad_norm, lr, balance)
+        balance = measure_balance(sequences, whole.shares) if len(whole.shares) > 1 else None
+        return UpdateResult(whole.scores, total_loss, grad_norm, lr, balance)
 
     def _agree(self, loss: float, failure: NonFiniteError | None) -> float:
         """Return the loss of all ranks together.
@@ -253,42 +246,22 @@ class FsdpEngine:
         if optimizer is not None:
             optimizer.num_steps, self.version = state["optimizer"][_NUM_STEPS].tolist()
 
-    def _shares(self, sequences: list[TokenSequence]) -> list[list[int]]:
-        """Return the rows that each rank runs; every rank finds the same."""
-        if self.sharding is None:
-            return [list(range(len(sequences)))]
-        return split_over_ranks(sequences, self.sharding.num_ranks, balance=self._balance_ranks)
+    def _mini_batch(self, sequences: list[TokenSequence], head: TokenHead) -> MiniBatch:
+        over = {} if self.sharding is None else {"rank": self.sharding.rank, "num_ranks": self.sharding.num_ranks}
+        return MiniBatch(sequences, head, self.micro_batching, self.device, balance=self._balance_ranks, **over)
 
-    def _micro_batches(
-        self, sequences: list[TokenSequence], shares: list[list[int]]
-    ) -> Iterator[tuple[list[int], ModelInput]]:
-        """Yield this rank's micro-batches and their rows: as many on every rank, the last ones of some without rows."""
-        sharding, cut = self.sharding, self.micro_batching
-        mine = shares[0 if sharding is None else sharding.rank]
-        own = [sequences[row] for row in mine]
-        parts = split_micro_batches(own, max_tokens=cut.max_tokens, max_sequences=cut.max_sequences)
-        micro_batches = [[mine[index] for index in part] for part in parts]
-        # Asked before the first pass, on every rank.
-        missing = 0 if sharding is None else sharding.largest(len(micro_batches)) - len(micro_batches)
-        for rows in micro_batches:
-            yield rows, pack([sequences[row] for row in rows], self.device)
-        # A token of this rank's own rows: where it makes a NaN, these rows have made one before.
-        prompt = sequences[mine[0] if mine else 0].prompt_ids[:1] if sequences else [0]
-        for _ in range(missing):
-            yield [], pack([TokenSequence(prompt, prompt, 0)], self.device)
-
-    def _micro_batch(
-        self, sequences: list[TokenSequence], rows: list[int], inputs: ModelInput
-    ) -> AbstractContextManager[object]:
-        """Return the context round a micro-batch that tells the profiler what is in it."""
-        spans = lambda: packed_spans([sequences[row] for row in rows]) if rows else []  # noqa: E731
-        return self._probe.unit(Unit.MICRO_BATCH, spans, rows=len(rows), tokens=inputs.num_tokens)
+    def _micro_batches(self, whole: MiniBatch) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches: as many on every rank."""
+        for micro in whole.micro_batches(int if self.sharding is None else self.sharding.largest):
+            self.in_hand = [sequence.name for sequence in micro.sequences]
+            yield micro
 
     def _run(self, inputs: ModelInput, head: TokenHead) -> TokenScores:
         """Return the head's [M] results for one micro-batch."""
 
         def compute() -> dict[str, torch.Tensor]:
-            results = head(self.model, self._predicting_states(inputs), inputs, self.dtype).results
+            layer = OutputLayer(output_head(self.model))
+            results = head(layer, self._predicting_states(inputs), inputs, self.dtype).results
             self._probe.results(**results)
             return results
 
@@ -308,29 +281,3 @@ class FsdpEngine:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model computes."""
         return autocast(self.device, self.dtype)
-
-
-class _Results:
-    """The [B, T] results of a mini-batch, filled in micro-batch by micro-batch."""
-
-    def __init__(self, sequences: list[TokenSequence], device: torch.device) -> None:
-        self.width = max((len(s.response_ids) for s in sequences), default=0)
-        self.scores, self._num_rows, self._device = TokenScores({}), len(sequences), device
-
-    def store(self, rows: list[int], inputs: ModelInput, micro: TokenScores) -> None:
-        at = (torch.tensor(rows, device=self._device)[inputs.row], inputs.column) if rows else ()
-        for name, values in micro.results.items():
-            if name not in self.scores.results:
-                self.scores.results[name] = torch.zeros(self._num_rows, self.width, device=self._device)
-            whole = self.scores.results[name]
-            if rows:
-                whole[at] = values.detach()
-        if rows:
-            self.scores.num_input_tokens += inputs.num_tokens
-
-    def add_up(self, sharding: "Sharding") -> None:
-        """Add the rows that other ranks ran; each row is one rank's and zero on all others."""
-        for whole in self.scores.results.values():
-            sharding.sum(whole)
-        num_tokens = torch.tensor(self.scores.num_input_tokens, device=self._device)
-        self.scores.num_input_tokens = int(sharding.sum(num_tokens))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pellucid.training.common.balance import RankBalance
+from pellucid.training.common.logprobs import VocabularyShard
 from pellucid.training.common.packing import ModelInput, TokenSequence
 
 MODEL_FILE, OPTIMIZER_FILE, SHARDS = "model.safetensors", "optimizer.safetensors", "sharded"
@@ -54,12 +55,25 @@ class TokenScores:
         return TokenScores({name: function(tensor) for name, tensor in self.results.items()}, self.num_input_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class OutputLayer:
+    """A model's last layer, from final hidden states to logits, or to the score of a value or reward model."""
+
+    module: torch.nn.Module
+    """Its `weight` is [V, H], or [1, H] where it gives a score."""
+    shard: VocabularyShard | None = None
+    """Which part of the vocabulary this rank has the rows of `weight` for; None: all."""
+
+
 class TokenHead(Protocol):
     """From final hidden states to per-token results; `training/common/heads.py` has them."""
 
-    def __call__(
-        self, model: PreTrainedModel, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype
-    ) -> TokenScores:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it computes, by the names in `TokenScores`."""
+        ...
+
+    def __call__(self, layer: OutputLayer, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype) -> TokenScores:
         """Return [M] results for the hidden states [M, H] that predict the micro-batch's M response tokens."""
         ...
 
@@ -129,7 +143,7 @@ class TrainingEngine(Protocol):
         ...
 
     def head_weight(self) -> torch.Tensor:
-        """Return the output head [V, H]."""
+        """Return the output head [V, H], or this rank's rows of it where the vocabulary is sharded."""
         ...
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:

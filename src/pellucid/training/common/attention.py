@@ -5,6 +5,7 @@ Hugging Face models look attention up by name; ours forwards to `layout.attend`.
 code is patched.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +102,12 @@ class PackedAttention:
         self._output_row = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         real = torch.cat([self._real_queries(bucket) for bucket in buckets])
         self._output_row[flat[real]] = torch.arange(flat.numel(), device=device)[real]
+
+    def padded(self, missing: int) -> "PackedAttention":
+        """Return the same over `missing` more tokens, which attend like the first one and which nothing attends to."""
+        longer = copy.copy(self)
+        longer._output_row = F.pad(self._output_row, (0, missing))
+        return longer
 
     @staticmethod
     def _real_queries(bucket: SegmentBucket) -> Tensor:

@@ -6,12 +6,10 @@ The roles choose a head; the training engine calls it once a micro-batch and sca
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from pellucid.training.common.logprobs import token_log_probs
-from pellucid.training.common.models import output_head
 from pellucid.training.common.packing import ModelInput
-from pellucid.training.protocol import TokenScores, TrainingEngine
+from pellucid.training.protocol import OutputLayer, TokenScores, TrainingEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +24,14 @@ class LogProbHead:
     reference: TrainingEngine | None = None
     """Compute Σ_v π(v)(log π(v) − log π_ref(v)) against this model, run on the same micro-batch."""
 
-    def __call__(
-        self, model: PreTrainedModel, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype
-    ) -> TokenScores:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it computes."""
+        return ("logp", "entropy") if self.reference is None else ("logp", "entropy", "kl")
+
+    def __call__(self, layer: OutputLayer, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype) -> TokenScores:
         """Return [M] results for the hidden states [M, H] that predict the micro-batch's M response tokens."""
-        weight = output_head(model).weight.to(dtype)
+        weight: torch.Tensor = layer.module.weight.to(dtype)  # pyright: ignore
         model_of_kl = self.reference
         reference = None if model_of_kl is None else (model_of_kl.predicting_states(inputs), model_of_kl.head_weight())
         logp, entropy, kl = token_log_probs(
@@ -41,6 +42,7 @@ class LogProbHead:
             temperature=self.temperature,
             with_entropy=self.with_entropy,
             compiled=self.compiled,
+            shard=layer.shard,
         )
         return TokenScores({"logp": logp, "entropy": entropy} | ({} if reference is None else {"kl": kl}))
 
@@ -49,9 +51,9 @@ class LogProbHead:
 class ValueHead:
     """The scalar that a model with a [1, H] output head gives to the state before each response token."""
 
-    def __call__(
-        self, model: PreTrainedModel, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype
-    ) -> TokenScores:
+    names = ("values",)
+
+    def __call__(self, layer: OutputLayer, hidden: torch.Tensor, inputs: ModelInput, dtype: torch.dtype) -> TokenScores:
         """Return [M] results for the hidden states [M, H] that predict the micro-batch's M response tokens."""
         # In float32 whatever the model computes in: a value is regressed to, and bf16 has three digits.
-        return TokenScores({"values": output_head(model)(hidden.float())[:, 0]})
+        return TokenScores({"values": layer.module(hidden.float())[:, 0]})

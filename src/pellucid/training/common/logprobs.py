@@ -6,13 +6,17 @@ the backward pass. What is done with one chunk is two functions, which `torch.co
 
 import importlib.util
 import shutil
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from pellucid.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 CHUNK_BYTES = 48 * 2**20
 """The logits of a chunk take at most this much: large enough for the matrix product to run at full speed."""
@@ -24,10 +28,39 @@ def compiling_pays(device: torch.device) -> bool:
     return device.type == "cuda" and tools
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """Which tokens of the vocabulary this rank has the output head's rows for; the ranks of `group` have them all."""
+
+    group: "ProcessGroup"
+    start: int
+    """The first token."""
+    size: int
+    """How many there are; further rows of the head are padding."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` up over the group, in place."""
+        torch.distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def log_sum_exp(self, own: torch.Tensor) -> torch.Tensor:
+        """Return log Σ exp over the vocabulary from that of this rank's tokens."""
+        largest = own.clone()
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        return self.sum((own - largest).exp_()).log_().add_(largest)
+
+    def locate(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the row [m] of each target in this rank's head, and whether [m] it is there at all."""
+        rows = targets - self.start
+        inside = (rows >= 0) & (rows < self.size)
+        return rows.where(inside, 0), inside
+
+
 class _ChunkedLogProbs(torch.autograd.Function):
     """log π = log softmax(h Wᵀ / temperature) at the targets, with H(π) and KL(π‖π_ref) on request.
 
-    Logits are recomputed in the backward pass. The reference is a constant: it gets no gradient.
+    Logits are recomputed in the backward pass. The reference is a constant: it gets no gradient. Where the vocabulary
+    is sharded, hidden states and results are whole on every rank, and so are their gradients.
     """
 
     @staticmethod
@@ -41,18 +74,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         compiled: bool,
+        shard: VocabularyShard | None,
     ) -> Any:
         num_tokens = hidden.shape[0]
         results = [torch.zeros(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(5)]
         reduce: Any = _compiled(_reduce_chunk) if compiled else _reduce_chunk
         for rows in _chunks(num_tokens, weight.shape[0]):
             chunk = hidden[rows], targets[rows], None if ref_hidden is None else ref_hidden[rows]
-            for result, part in zip(results, reduce(*chunk, weight, ref_weight, temperature, with_entropy)):
+            for result, part in zip(results, reduce(*chunk, weight, ref_weight, temperature, with_entropy, shard)):
                 if part is not None:
                     result[rows] = part
         logp, log_norm, entropy, kl, ref_log_norm = results
         ctx.save_for_backward(hidden, weight, targets, ref_hidden, ref_weight, log_norm, entropy, kl, ref_log_norm)
-        ctx.temperature, ctx.compiled = temperature, compiled
+        ctx.temperature, ctx.compiled, ctx.shard = temperature, compiled, shard
         ctx.set_materialize_grads(False)  # None tells the backward pass that nobody needs a result's gradient
         return logp, entropy, kl
 
@@ -68,15 +102,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
         differentiate: Any = _compiled(_differentiate_chunk) if ctx.compiled else _differentiate_chunk
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
             chunk = [None if each is None else each[rows] for each in (hidden, targets, ref_hidden, *reduced, *grads)]
-            grad = differentiate(*chunk, weight, ref_weight, ctx.temperature)
+            grad = differentiate(*chunk, weight, ref_weight, ctx.temperature, ctx.shard)
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad @ weight).to(hidden.dtype)
             if grad_weight is not None and weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[rows].float())
             elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[rows].to(weight.dtype)
+        if grad_hidden is not None and ctx.shard is not None:
+            ctx.shard.sum(grad_hidden)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def _reduce_chunk(
@@ -87,22 +123,37 @@ def _reduce_chunk(
     ref_weight: torch.Tensor | None,
     temperature: float,
     with_entropy: bool,
+    shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return logp, log Σ exp, entropy, KL and the reference's log Σ exp of m tokens, [m] each or None if not wanted."""
     logits = _logits(hidden, weight, temperature)
-    log_norm = torch.logsumexp(logits, dim=-1)
-    logp = logits.gather(1, targets[:, None])[:, 0] - log_norm
+    log_norm = _log_sum_exp(logits, shard)
+    if shard is None:
+        logp = logits.gather(1, targets[:, None])[:, 0] - log_norm
+    else:
+        rows, inside = shard.locate(targets)
+        logp = shard.sum(logits.gather(1, rows[:, None])[:, 0] * inside) - log_norm
     if not with_entropy and ref_weight is None:
         return logp, log_norm, None, None, None
     full_logp = logits.sub_(log_norm[:, None])
     probs = full_logp.exp()
-    entropy = -torch.einsum("mv,mv->m", probs, full_logp) if with_entropy else None
+    entropy = -_mean(full_logp, probs, shard) if with_entropy else None
     if ref_hidden is None or ref_weight is None:
         return logp, log_norm, entropy, None, None
     ref_logits = _logits(ref_hidden, ref_weight, temperature)
-    ref_log_norm = torch.logsumexp(ref_logits, dim=-1)
+    ref_log_norm = _log_sum_exp(ref_logits, shard)
     log_ratio = full_logp.sub_(ref_logits.sub_(ref_log_norm[:, None]))
-    return logp, log_norm, entropy, torch.einsum("mv,mv->m", probs, log_ratio), ref_log_norm
+    return logp, log_norm, entropy, _mean(log_ratio, probs, shard), ref_log_norm
+
+
+def _log_sum_exp(logits: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:
+    own = torch.logsumexp(logits, dim=-1)
+    return own if shard is None else shard.log_sum_exp(own)
+
+
+def _mean(values: torch.Tensor, probs: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:
+    own = torch.einsum("mv,mv->m", probs, values)
+    return own if shard is None else shard.sum(own)
 
 
 def _differentiate_chunk(
@@ -119,6 +170,7 @@ def _differentiate_chunk(
     weight: torch.Tensor,
     ref_weight: torch.Tensor | None,
     temperature: float,
+    shard: VocabularyShard | None,
 ) -> torch.Tensor:
     """Return the gradient [m, V] of a chunk's h Wᵀ, in the head's dtype, from what `_reduce_chunk` gave for it."""
     full_logp = _logits(hidden, weight, temperature).sub_(log_norm[:, None])
@@ -136,6 +188,9 @@ def _differentiate_chunk(
         if grad_entropy is not None:
             # d H / d z_v = −p_v (log p_v + H)
             grad.sub_(full_logp.add_(entropy[:, None]).mul_(probs).mul_(grad_entropy[:, None]))
+    if shard is not None:
+        targets, inside = shard.locate(targets)
+        grad_logp = grad_logp * inside
     grad.scatter_add_(1, targets[:, None], grad_logp[:, None])
     return (grad.div_(temperature) if temperature != 1 else grad).to(weight.dtype)
 
@@ -155,6 +210,7 @@ def token_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     compiled: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probabilities of `targets`, the entropies of their distributions and their KL from a reference's.
 
@@ -168,6 +224,7 @@ def token_log_probs(
         temperature: the logits of both are divided by it: the distribution that is sampled from.
         with_entropy: compute entropies.
         compiled: let `torch.compile` fuse what is done with a chunk; results differ by rounding.
+        shard: which rows of the head `weight` is; None: all. The reference's are the same ones.
 
     Returns:
         `(logp, entropy, kl)`, all [M] float32 and in nats; zeros where not asked for.
@@ -179,7 +236,9 @@ def token_log_probs(
     if ref_weight is not None and weight.shape[0] != ref_weight.shape[0]:
         reason = f"the reference has {ref_weight.shape[0]} tokens and the policy {weight.shape[0]}, so they have no KL."
         raise UserError("actor_rollout_ref.ref", reason, "Use a reference with the policy's vocabulary.")
-    how = temperature, with_entropy, compiled
+    if shard is not None:
+        weight, ref_weight = weight[: shard.size], None if ref_weight is None else ref_weight[: shard.size]
+    how = temperature, with_entropy, compiled, shard
     results: Any = _ChunkedLogProbs.apply(hidden, weight, targets, ref_hidden, ref_weight, *how)
     return results
 

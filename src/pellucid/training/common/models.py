@@ -204,8 +204,9 @@ def _check_packing(model: PreTrainedModel, device: torch.device, field: str) -> 
     decoder = model.eval().get_decoder()
     try:
         together, alone = (
-            decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout)
-            .last_hidden_state[0, -2:]
+            decoder(
+                input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout
+            ).last_hidden_state[0, -2:]
             for inputs in (pack([first, last], device), pack([last], device))
         )
     except UserError as error:  # the attention does not know which config key named the model

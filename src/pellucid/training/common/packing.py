@@ -5,13 +5,13 @@ The engine feeds `ModelInput` to the model and scatters per-token results back t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
 from pellucid.stages import TokenSpan
-from pellucid.training.common.attention import AttentionLayout, PackedAttention, SegmentBucket
+from pellucid.training.common.attention import PackedAttention, SegmentBucket
 from pellucid.types import Rollout
 
 # Segments of one attention call differ in length by at most this factor, which bounds the padding inside attention.
@@ -39,10 +39,10 @@ class ModelInput:
     """One micro-batch as the model takes it: N input tokens, M response tokens to predict."""
 
     input_ids: torch.Tensor
-    """[1, N]."""
+    """[1, N], or more where it is padded."""
     position_ids: torch.Tensor
     """[1, N]: positions restart with every sequence; a response continues its prompt's."""
-    layout: AttentionLayout
+    layout: PackedAttention
     predict_index: torch.Tensor
     """[M] rows of the flattened hidden states that predict the sampled response tokens."""
     target_ids: torch.Tensor
@@ -53,6 +53,12 @@ class ModelInput:
     """[M] its position in the response."""
     num_tokens: int
     """N."""
+
+    def padded(self, num_tokens: int) -> "ModelInput":
+        """Return the same with tokens at the end that count for nothing, so that the row has `num_tokens`."""
+        missing = num_tokens - self.input_ids.shape[1]
+        ids, positions = (torch.nn.functional.pad(row, (0, missing)) for row in (self.input_ids, self.position_ids))
+        return replace(self, input_ids=ids, position_ids=positions, layout=self.layout.padded(missing))
 
     def scatter(self, values: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
         """Place [M] per-token values into a right-padded [num_rows, width] tensor of zeros, keeping the gradient."""
