@@ -60,7 +60,7 @@ BUDGETS = {
     ("config",): 4845,
     tuple(sorted(API)): 835,
     ("tasks", "data", "reward"): 1615,
-    ("training",): 2420,
+    ("training",): 4300,
     ("roles",): 590,
     ("rollout",): 4400,
     ("agents",): 2770,
@@ -75,7 +75,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 37_730
+MAX_LINES = 39_900
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

@@ -1,0 +1,90 @@
+"""What megatron-core asks of CUDA, given on a CPU: so that every layout runs, over gloo, where there is no GPU.
+
+Nothing else in this project knows of it: all calls of megatron-core are made inside `megatron_calls(device)`, which
+does nothing on other devices. A contract test watches that these names still exist in megatron-core.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def megatron_calls(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which megatron-core runs on `device`."""
+    return _without_cuda() if device.type == "cpu" else nullcontext()
+
+
+class _Stream:
+    """A CUDA stream, and its events, where there is none: everything has happened already."""
+
+    def wait_stream(self, *others: Any) -> "_Stream":
+        return self
+
+    wait_event = record_event = synchronize = wait_stream
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Megatron-core names the device "cuda" in places (the flags of optimizers, buffers): make that the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = kwargs | {"device": "cpu"}
+        if func is torch.Tensor.type and len(args) == 1:  # gradient clipping asserts torch.cuda.FloatTensor
+            return func(*args, **kwargs).replace("torch.", "torch.cuda.")
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            args = (args[0], "cpu", *args[2:])
+        return func(*args, **kwargs)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+_STREAM = _Stream()
+_CUDA: dict[str, Any] = {
+    "current_device": lambda: torch.device("cpu"),
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "set_device": _nothing,
+    "Stream": lambda *args, **kwargs: _STREAM,
+    "current_stream": lambda *args: _STREAM,
+    "default_stream": lambda *args: _STREAM,
+    "stream": lambda *args: nullcontext(),
+}
+"""Of `torch.cuda`, by name."""
+_RANDOM: dict[str, Any] = {"_get_all_rng_states": tuple, "_set_all_rng_states": _nothing}
+"""Of `megatron.core.tensor_parallel.random`, by name: recomputation restores the states of dropout, of which there is
+none."""
+
+
+_all_to_all_single = torch.distributed.all_to_all_single
+
+
+def _all_to_all(*args: Any, **sizes: Any) -> Any:
+    """Exchange parts whose sizes are tensors: megatron-core makes numbers of them as it copies them from a GPU."""
+    return _all_to_all_single(*args, **{k: v.tolist() if torch.is_tensor(v) else v for k, v in sizes.items()})
+
+
+@contextmanager
+def _without_cuda() -> Iterator[None]:
+    from megatron.core.tensor_parallel import random
+
+    tracker = type(random.get_cuda_rng_tracker())
+    with (
+        patch.multiple(torch.cuda, **_CUDA),
+        patch.multiple(random, **_RANDOM),
+        patch.object(torch.distributed, "all_to_all_single", _all_to_all),
+        patch.object(tracker, "fork", lambda *args, **kwargs: nullcontext()),
+        torch.compiler.set_stance("force_eager"),  # the compiler would look through what is patched here
+        _CudaMeansCpu(),
+    ):
+        yield

@@ -1,0 +1,476 @@
+"""The Megatron training engine: packed micro-batches through megatron-core's pipeline schedule, and its optimizer.
+
+Every rank is called with the same whole mini-batch, runs its part of a share of it, and returns the results of all.
+Heads and losses are those of the other engines: they run where the last stage's output comes out.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
+from pellucid.stages import NO_PROBE, Probe, Unit
+from pellucid.training.common.balance import measure_balance
+from pellucid.training.common.buckets import in_buckets
+from pellucid.training.common.logprobs import VocabularyShard
+from pellucid.training.common.mini_batch import MicroBatch, MicroBatching, MiniBatch
+from pellucid.training.common.optimizer import Schedule
+from pellucid.training.common.packing import ModelInput, TokenSequence
+from pellucid.training.megatron.conversion import Shapes, hf_tensors, open_weights, read_weights, write_model_folder
+from pellucid.training.megatron.cpu_adapter import megatron_calls
+from pellucid.training.megatron.layout import MegatronLayout
+from pellucid.training.megatron.model_chunks import Pack, check_architecture, chunk_config, make_chunks
+from pellucid.training.megatron.sharded_state import load_optimizer_state, optimizer_state, read, start_writing
+from pellucid.training.protocol import (
+    LossFunction,
+    OutputLayer,
+    Progress,
+    TokenHead,
+    TokenScores,
+    UpdateResult,
+    WeightBucket,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a model is trained."""
+
+    schedule: Schedule
+    weight_decay: float
+    betas: tuple[float, float]
+    grad_clip: float
+    offload: bool = False
+    """Keep the optimizer's state in CPU memory, and step there."""
+
+
+class MegatronEngine:
+    """A `TrainingEngine` of chunks that megatron-core runs; a frozen one has no `training`."""
+
+    def __init__(
+        self,
+        chunks: list[Any],
+        model: PretrainedConfig,
+        config: TransformerConfig,
+        training: Training | None,
+        micro_batching: MicroBatching,
+        layout: MegatronLayout,
+        *,
+        scalar: bool = False,
+        balance_ranks: bool = True,
+        probe: Probe = NO_PROBE,
+    ) -> None:
+        """Take over this rank's `chunks`, filled with the weights of a model with the Hugging Face config `model`.
+
+        `scalar`: it is a value model. `balance_ranks` gives data-parallel ranks about as many tokens each.
+        """
+        self.layout, self.device, self.dtype = layout, layout.device, config.params_dtype
+        self.micro_batching, self._scalar, self._hf_config = micro_batching, scalar, model
+        self._balance_ranks, self._probe, self._training, self._config = balance_ranks, probe, training, config
+        self._shapes = Shapes.of(model)
+        self.version, self.num_steps, self.flops = 0, 0, 0.0
+        self.in_hand: list[str] = []
+        self._chunks = chunks
+        self._optimizer: Any = None
+        self._run_chunks: list[Any] = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
+        if training is not None:
+            self._prepare_training(training)
+        self._num_parameters = self._count_parameters()
+
+    def _prepare_training(self, training: Training) -> None:
+        with megatron_calls(self.device):
+            buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+            self._run_chunks = [
+                DistributedDataParallel(self._config, buffers, chunk, disable_bucketing=index > 0)
+                for index, chunk in enumerate(self._run_chunks)
+            ]
+            options = OptimizerConfig(
+                optimizer="adam",
+                lr=training.schedule.lr,
+                weight_decay=training.weight_decay,
+                adam_beta1=training.betas[0],
+                adam_beta2=training.betas[1],
+                clip_grad=training.grad_clip,
+                params_dtype=self.dtype,
+                bf16=self._config.bf16,
+                use_distributed_optimizer=True,
+                optimizer_cpu_offload=training.offload and self.device.type != "cpu",
+            )
+            # No overrides: every parameter decays, as under the other strategies.
+            self._optimizer = get_megatron_optimizer(options, self._run_chunks, config_overrides={})
+        self._config.finalize_model_grads_func = _finalize_gradients
+        for part in self._optimizer.chained_optimizers:
+            if type(part.optimizer) is torch.optim.AdamW:
+                _make_moments(part.optimizer)
+
+    def _count_parameters(self) -> int:
+        """Return the parameters of the whole model, as many as its Hugging Face form has."""
+        names = set()
+        total = 0
+        for name, tensor in hf_tensors(self._chunks, self._shapes, scalar=self._scalar):
+            total += tensor.numel() if name not in names else 0
+            names.add(name)
+        return total
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """The model chunks that this rank has."""
+        return tuple(self._chunks)
+
+    def forward(
+        self, sequences: list[TokenSequence], head: TokenHead, *, on_done: Progress | None = None
+    ) -> TokenScores:
+        """Compute the head's results for the responses, without gradient."""
+        whole = self._mini_batch(sequences, head)
+        with torch.no_grad():
+            self._run_schedule(whole, head, None, on_done)
+        whole.add_up(self.layout.sum)
+        self.flops += 2.0 * self._num_parameters * whole.scores.num_input_tokens
+        return whole.scores
+
+    def train_mini_batch(
+        self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, *, on_done: Progress | None = None
+    ) -> UpdateResult:
+        """Accumulate the gradient of the mini-batch over the pipeline's micro-batches, and apply one optimizer step."""
+        with self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):
+            return self._train_mini_batch(sequences, head, loss, on_done)
+
+    def _train_mini_batch(
+        self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, on_done: Progress | None
+    ) -> UpdateResult:
+        assert self._optimizer is not None and self._training is not None, "a frozen engine cannot train"
+        whole = self._mini_batch(sequences, head)
+        for chunk in self._run_chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        total, failure = self._run_schedule(whole, head, loss, on_done)
+        total = self._agree(total, failure)
+        whole.add_up(self.layout.sum)
+        with self._probe.unit(Unit.OPTIMIZER_STEP), megatron_calls(self.device):
+            self._optimizer.prepare_grads()
+            grad_norm = float(self._optimizer.get_grad_norm())
+            if not math.isfinite(grad_norm):
+                raise NonFiniteError("grad_norm", grad_norm, list(range(len(sequences))))
+            lr = self._training.schedule.lr_at(self.num_steps)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self.num_steps += 1
+            weight_norm = self._weight_norm()
+            if not math.isfinite(weight_norm):
+                raise NonFiniteError(UPDATED_WEIGHTS, weight_norm, list(range(len(sequences))))
+        self.flops += 6.0 * self._num_parameters * whole.scores.num_input_tokens
+        self.version += 1
+        balance = measure_balance(sequences, whole.shares) if len(whole.shares) > 1 else None
+        return UpdateResult(whole.scores, total, grad_norm, lr, balance)
+
+    def _mini_batch(self, sequences: list[TokenSequence], head: TokenHead) -> MiniBatch:
+        over = {"rank": self.layout.data_rank, "num_ranks": self.layout.num_data_ranks}
+        return MiniBatch(sequences, head, self.micro_batching, self.device, balance=self._balance_ranks, **over)
+
+    def _run_schedule(
+        self, whole: MiniBatch, head: TokenHead, loss: LossFunction | None, on_done: Progress | None
+    ) -> tuple[float, NonFiniteError | None]:
+        """Run all micro-batches of this rank, with their backward passes where there is a `loss`.
+
+        Returns:
+            The loss, 0.0 on ranks that do not count, and the first failure that this rank saw.
+        """
+        layout = self.layout
+        micro_batches = [self._padded(micro) for micro in whole.micro_batches(layout.num_micro_batches)]
+        num_tokens = max(micro.inputs.input_ids.shape[1] for micro in micro_batches)
+        if layout.sizes.pipeline > 1:  # the stages' tensors have one shape, which they then need not tell each other
+            micro_batches = [replace(micro, inputs=micro.inputs.padded(num_tokens)) for micro in micro_batches]
+        losses, failures = [0.0], []
+
+        def finish(micro: MicroBatch, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            """Turn the last stage's states [1, n, H] into the micro-batch's loss."""
+            scores = self._apply(head, micro.inputs, states)
+            whole.store(micro, scores, counts=layout.counts)
+            value = torch.zeros((), device=self.device)
+            if loss is not None:
+                value = micro.share_of_loss(scores, loss, whole.width)
+                self._probe.loss(value)
+                number = float(value.detach())
+                if micro.rows and not math.isfinite(number):
+                    failures.append(NonFiniteError("loss", number, micro.rows))
+                if micro.rows and layout.counts:
+                    losses.append(number)
+            if on_done and micro.rows and layout.counts:
+                on_done(len(micro.rows))
+            return value, torch.zeros((), dtype=torch.int, device=self.device), {}
+
+        def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            micro = next(batches)
+            self.in_hand = [sequence.name for sequence in micro.sequences]
+            with micro.unit(self._probe):
+                return self._pass(chunk, micro.inputs), lambda states: finish(micro, states)
+
+        for chunk in self._run_chunks:
+            chunk.train(loss is not None)
+        several = len(self._run_chunks) > 1
+        batches = [iter(micro_batches) for _ in self._run_chunks]
+        with megatron_calls(self.device):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=batches if several else batches[0],
+                model=self._run_chunks if several else self._run_chunks[0],
+                num_microbatches=len(micro_batches),
+                seq_length=num_tokens,
+                micro_batch_size=1,
+                forward_only=loss is None,
+            )
+        self.in_hand = []
+        return math.fsum(losses), failures[0] if failures else None
+
+    def _padded(self, micro: MicroBatch) -> MicroBatch:
+        """Return a micro-batch whose tokens can be divided between context- and tensor-parallel ranks."""
+        num_tokens, multiple = micro.inputs.input_ids.shape[1], self.layout.pack_multiple
+        return replace(micro, inputs=micro.inputs.padded(-(-num_tokens // multiple) * multiple))
+
+    def _own_tokens(self, inputs: ModelInput) -> slice:
+        """Return which of a pack's tokens this context-parallel rank has."""
+        size = inputs.input_ids.shape[1] // self.layout.sizes.context
+        return slice(self.layout.context_rank * size, (self.layout.context_rank + 1) * size)
+
+    def _pass(self, chunk: Any, inputs: ModelInput) -> torch.Tensor:
+        """Run a chunk on this rank's part of a pack."""
+        own = self._own_tokens(inputs)
+        pack = Pack(inputs, own)
+        return chunk(inputs.input_ids[:, own], inputs.position_ids[:, own], None, packed_seq_params=pack)
+
+    def _apply(self, head: TokenHead, inputs: ModelInput, states: torch.Tensor) -> TokenScores:
+        """Return the head's [M] results from the last stage's states [1, n, H] of this rank's tokens."""
+        layer = self._output_layer()
+        if self.layout.sizes.context == 1:
+            results = head(layer, states[0, inputs.predict_index], inputs, self.dtype).results
+        else:
+            results = self._over_context(head, layer, inputs, states)
+        self._probe.results(**results)
+        return TokenScores(results)
+
+    def _over_context(
+        self, head: TokenHead, layer: OutputLayer, inputs: ModelInput, states: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Apply the head to the tokens that this context-parallel rank predicts, and join all ranks' results."""
+        own = self._own_tokens(inputs)
+        chosen = ((inputs.predict_index >= own.start) & (inputs.predict_index < own.stop)).nonzero()[:, 0]
+        some = ModelInput(
+            inputs.input_ids,
+            inputs.position_ids,
+            inputs.layout,
+            inputs.predict_index[chosen] - own.start,
+            inputs.target_ids[chosen],
+            inputs.row[chosen],
+            inputs.column[chosen],
+            inputs.num_tokens,
+        )
+        results = head(layer, states[0, some.predict_index], some, self.dtype).results
+        group = self.layout.state.get_context_parallel_group()
+        total = inputs.target_ids.shape[0]
+        return {
+            name: _SumForward.apply(values.new_zeros(total).index_put((chosen,), values), group)
+            for name, values in results.items()
+        }
+
+    def _output_layer(self) -> OutputLayer:
+        chunk = self._chunks[-1]
+        if self._scalar:
+            return OutputLayer(_Scalar(chunk.output_layer))
+        shared = chunk.share_embeddings_and_output_weights and chunk.pre_process
+        module = chunk.embedding.word_embeddings if shared else chunk.output_layer
+        if self.layout.sizes.tensor == 1:
+            return OutputLayer(module)
+        rows = module.weight.shape[0]
+        start = self.layout.tensor_rank * rows
+        size = min(rows, self._shapes.vocabulary - start)
+        group = self.layout.state.get_tensor_model_parallel_group()
+        return OutputLayer(module, VocabularyShard(group, start, size))
+
+    def _agree(self, loss: float, failure: NonFiniteError | None) -> float:
+        """Return the loss of all ranks together.
+
+        Raises:
+            NonFiniteError: on every rank, the failure of the lowest that has one.
+        """
+        total = float(self.layout.sum(torch.tensor(loss, dtype=torch.float64, device=self.device)))
+        if math.isfinite(total):
+            return total
+        found = self.layout.first(None if failure is None else (failure.value, failure.rows))
+        assert found is not None
+        raise NonFiniteError("loss", *found)
+
+    @torch.no_grad()
+    def _weight_norm(self) -> float:
+        """Return a number over all ranks' weights that is finite where they are."""
+        norms = torch._foreach_norm([parameter.detach() for chunk in self._chunks for parameter in chunk.parameters()])
+        total = torch.stack([norm.float() for norm in norms]).square().sum()
+        return float(self.layout.sum(total))
+
+    @torch.no_grad()
+    def predicting_states(self, inputs: ModelInput) -> torch.Tensor:
+        """Return the final hidden states [M, H] that predict the response tokens, without gradient; without a pipeline
+        and context ranks, which the config's rules see to.
+        """
+        with megatron_calls(self.device):
+            return self._pass(self._run_chunks[0], inputs)[0, inputs.predict_index]
+
+    @torch.no_grad()
+    def head_weight(self) -> torch.Tensor:
+        """Return the output head [V, H], or this rank's rows of it where the vocabulary is sharded."""
+        return self._output_layer().module.weight.detach()  # pyright: ignore
+
+    def _state(self, contents: Sequence[str], *, loading: bool) -> dict[str, Any]:
+        """Return the asked-for parts as megatron-core's sharded state; to load a part it is made anew."""
+        chunks = [chunk.sharded_state_dict() for chunk in self._chunks]
+        model = {(index, name): entry for index, chunk in enumerate(chunks) for name, entry in chunk.items()}
+        state: dict[str, Any] = {}
+        if names := self._optimizer_parts(contents):
+            state["optimizer"] = optimizer_state(self._optimizer, model, names, empty=loading)
+            state["steps"] = [self.num_steps, self.version]
+        if "model" in contents:
+            state["chunks"] = {str(index): chunk for index, chunk in enumerate(chunks)}
+        return state
+
+    def _optimizer_parts(self, contents: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of what the optimizer holds that belongs to the asked-for parts."""
+        if self._optimizer is None:
+            return ()
+        masters = ("param",) if "model" in contents and self._config.bf16 else ()
+        return masters + (("exp_avg", "exp_avg_sq") if "optimizer" in contents else ())
+
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        """Write the asked-for parts; every rank calls it with the same folder, which they share."""
+        self.start_saving(folder, contents)()
+
+    def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
+        """Save in the background; returns a function, for every rank to call, that waits until all of it is written."""
+        with megatron_calls(self.device):
+            state = self._state(contents, loading=False)
+        return start_writing(state, folder, self.device)
+
+    def save_hf(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """Write a folder that transformers loads, file by file; every rank calls it, and rank 0 writes."""
+        tensors = hf_tensors(self._chunks, self._shapes, scalar=self._scalar)
+        if self.layout.rank == 0:
+            write_model_folder(self._hf_config, tokenizer, folder, tensors)
+        else:
+            for _ in tensors:
+                pass
+
+    def load(self, folder: Path, contents: Sequence[str]) -> None:
+        """Restore the asked-for parts from what any layout wrote.
+
+        Raises:
+            UserError: a part is not there, or its model is another.
+        """
+        with megatron_calls(self.device):
+            state = read(self._state(contents, loading=True), folder)
+            if "model" in contents:
+                for index, chunk in enumerate(self._chunks):
+                    chunk.load_state_dict(state["chunks"][str(index)])
+                if self._optimizer is not None:
+                    self._optimizer.reload_model_params()
+            if names := self._optimizer_parts(contents):
+                num_steps, version = state["steps"]
+                load_optimizer_state(self._optimizer, state["optimizer"], names, num_steps)
+                if "optimizer" in contents:
+                    self.num_steps, self.version = num_steps, version
+
+    def weights(self, bucket_bytes: int, *, digests: bool = True) -> Iterator[WeightBucket]:
+        """Yield the trained weights under their Hugging Face names, gathered tensor by tensor; every rank takes all."""
+        return in_buckets(hf_tensors(self._chunks, self._shapes, scalar=self._scalar), bucket_bytes, digests=digests)
+
+
+def load_engine(
+    folder: Path,
+    model: PretrainedConfig,
+    training: Training | None,
+    micro_batching: MicroBatching,
+    layout: MegatronLayout,
+    dtype: torch.dtype,
+    *,
+    field: str,
+    scalar: bool = False,
+    recompute: bool = False,
+    overrides: dict[str, Any] | None = None,
+    **options: Any,
+) -> MegatronEngine:
+    """Return the engine of a model folder, of whose weights each rank reads its part alone.
+
+    Args:
+        folder: with `config.json` and safetensors files.
+        model: its config.
+        training: None for a frozen model.
+        micro_batching: how mini-batches are cut.
+        layout: of the ranks.
+        dtype: what weights and activations are in; optimizer state and its copy of the weights are float32.
+        field: the config key that names the model, for errors.
+        scalar: make a value model of it: of a classifier with its head, of a causal LM with a head of zeros.
+        recompute: drop the activations within layers, and compute them again in the backward pass.
+        overrides: of the fields of megatron-core's `TransformerConfig`.
+        options: as `MegatronEngine` takes them.
+
+    Raises:
+        UserError: the model is of an architecture that the chunks do not compute, or lacks weights.
+    """
+    check_architecture(model, field)
+    with open_weights(folder, field) as source, megatron_calls(layout.device):
+        config = chunk_config(model, layout, dtype, recompute=recompute, overrides=overrides or {})
+        classifier = "score.weight" in source
+        chunks = make_chunks(model, config, layout, scalar=scalar, scalar_bias="score.bias" in source)
+        read_weights(chunks, source, Shapes.of(model), scalar=scalar, missing_head=not classifier)
+    return MegatronEngine(chunks, model, config, training, micro_batching, layout, scalar=scalar, **options)
+
+
+def _finalize_gradients(chunks: list[Any], num_tokens: Any = None, **how: Any) -> None:
+    """Add gradients up over the ranks; they are shares of the whole mini-batch's, so that nothing is divided."""
+    finalize_model_grads(chunks, None, **how)
+
+
+def _make_moments(adamw: torch.optim.AdamW) -> None:
+    """Give an optimizer the state that its first step would: the distributed one stores and loads no other."""
+    for group in adamw.param_groups:
+        for parameter in group["params"]:
+            adamw.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+class _Scalar(torch.nn.Module):
+    """The output layer of a value model, as a head calls it."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(hidden, self.weight.float(), bias)
+
+
+class _SumForward(torch.autograd.Function):
+    """Adds up over ranks that all go on to compute the same loss: each one's gradient is that of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None

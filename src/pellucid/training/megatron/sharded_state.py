@@ -1,0 +1,199 @@
+"""A Megatron engine's state on disk, in megatron-core's distributed format, which any layout reads.
+
+megatron-core forks processes to write its files: forked from a process with threads of gloo and of a rollout engine,
+they stand still. The same files are written here by one thread, from copies, while training goes on; as there is no
+public way to ask for that, this file reaches for private names of megatron-core, and a contract test watches them.
+"""
+
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
+
+from pellucid.errors import UserError
+from pellucid.threads import start_beside
+from pellucid.training.megatron.cpu_adapter import megatron_calls
+
+FOLDER = "megatron"
+"""Below a checkpoint's folder, what one engine wrote."""
+
+
+class _Done:
+    """What the writer of a file reports its end to, where nobody waits for it."""
+
+    def get(self) -> None:
+        pass
+
+    task_done = get
+
+
+def start_writing(state: dict[str, Any], folder: Path, device: torch.device) -> Callable[[], None]:
+    """Copy `state` and begin to write the copy; every rank calls it, with the same folder, which they share.
+
+    Args:
+        state: megatron-core's sharded state, and plain values.
+        folder: of the checkpoint; it gets a folder `megatron`.
+        device: that megatron-core runs on.
+
+    Returns:
+        A function that every rank calls, and that waits until all have written.
+
+    Raises:
+        OSError: by that function: a file could not be written, on whichever rank; all ranks raise it.
+    """
+    place = folder / FOLDER
+    if dist.get_rank() == 0:
+        place.mkdir()
+    dist.barrier()
+    with megatron_calls(device), patch.object(filesystem_async, "_get_write_results_queue", queue.Queue):
+        request: Any = dist_checkpointing.save(state, str(place), async_sharded_save=True)
+        copies = [] if request.preload_fn is None else _copied(request.preload_fn())
+
+    def write() -> None:
+        if request.async_fn is not None:
+            results = request.async_fn_args[-1]
+            results.put(_write(copies, request.async_fn.args[0]))
+
+    writing: Future[None] = start_beside(write, "checkpoint-files")
+
+    def finish() -> None:
+        writing.result()
+        try:
+            with megatron_calls(device):
+                for finalize in request.finalize_fns:
+                    finalize()
+        except CheckpointException as error:
+            raise _first_cause(error) from error
+
+    return finish
+
+
+def _copied(buckets: list[Any]) -> list[Any]:
+    """Return what is written with tensors of its own; those on a GPU have been copied already."""
+    return [
+        (file, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (others, tensors) in buckets
+    ]
+
+
+def _write(buckets: list[Any], transforms: list[Any]) -> dict[int, Any] | Exception:
+    """Write each file, and return what megatron-core makes its index from, or the first failure."""
+    found: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        answers: queue.Queue[Any] = queue.Queue()
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms,
+            index,
+            bucket,
+            answers,  # pyright: ignore
+            _Done(),  # pyright: ignore
+            True,
+        )
+        found[index] = answers.get()[1]
+        if isinstance(found[index], Exception):
+            return found[index]
+    return found
+
+
+def _first_cause(error: CheckpointException) -> BaseException:
+    causes = [failure.__cause__ or failure for failure, _ in error.failures.values()]
+    return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
+
+
+def _first_words(error: BaseException) -> str:
+    """Return what an error says, without the long lists that megatron-core adds."""
+    return str(error).strip("\"'").splitlines()[0].partition(": [")[0][:200]
+
+
+@torch.no_grad()
+def optimizer_state(optimizer: Any, model: dict[Any, Any], names: tuple[str, ...], *, empty: bool) -> dict[str, Any]:
+    """Return what the distributed optimizer has of each parameter, in the parameter's own shape, as sharded state.
+
+    megatron-core's own form of this loses its place where parameters are not multiples of 64 numbers.
+
+    Args:
+        optimizer: of the chunks; every rank calls it.
+        model: the chunks' sharded state.
+        names: of `param` (the float32 master), `exp_avg`, `exp_avg_sq`.
+        empty: make room to load into, rather than gather what is there.
+    """
+    entries = {entry.data: entry for entry in model.values() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
+    state: dict[str, Any] = {}
+    for number, (part, parameter) in enumerate(_parameters(optimizer)):
+        for name in names:
+            whole = torch.zeros(parameter.numel(), dtype=torch.float32, device="cpu" if empty else parameter.device)
+            if not empty:
+                own, place = _own_part(part, parameter)
+                if own is not None:
+                    whole[place] = own[name].flatten()
+                dist.all_reduce(whole, group=part.data_parallel_group)
+            tensor = whole.view(parameter.shape).cpu()
+            state[f"{number}.{name}"] = make_sharded_optimizer_tensor(
+                entries[parameter], tensor, prefix=f"optimizer.state.{name}"
+            )
+    return state
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    optimizer: Any, state: dict[str, torch.Tensor], names: tuple[str, ...], num_steps: int
+) -> None:
+    """Take this rank's part of what `read` has made of `optimizer_state`."""
+    for number, (part, parameter) in enumerate(_parameters(optimizer)):
+        own, place = _own_part(part, parameter)
+        if own is None:
+            continue
+        for name in names:
+            own[name].copy_(state[f"{number}.{name}"].flatten()[place].view_as(own[name]))
+        if "step" in own:
+            own["step"].fill_(num_steps)
+
+
+def _parameters(optimizer: Any) -> Iterator[tuple[Any, torch.nn.Parameter]]:
+    """Yield the chunks' parameters, each with the one of the chained optimizers that has it; the same on data ranks."""
+    for part in optimizer.chained_optimizers:
+        for buffer in [] if part.is_stub_optimizer else part.buffers:
+            for parameter in buffer.param_index_map:
+                yield part, parameter
+
+
+def _own_part(part: Any, parameter: torch.nn.Parameter) -> tuple[dict[str, torch.Tensor] | None, slice]:
+    """Return the tensors that this rank's optimizer holds of a parameter, and which numbers of it; None: nothing."""
+    if parameter not in part.model_param_gbuf_map:
+        return None, slice(0)
+    place = part._get_model_param_range_map(parameter)["param"]
+    return part._get_main_param_and_optimizer_states(parameter), slice(place.start, place.end)
+
+
+def read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what `folder` holds of `state`, which has the same form; every rank calls it.
+
+    Raises:
+        UserError: the folder holds no such checkpoint, or one of another model.
+    """
+    if not (folder / FOLDER).is_dir():
+        reason = f"'{folder}' was not written by strategy megatron."
+        remedy = (
+            "Export that run (pellucid export RUN --out FOLDER) and start from FOLDER, or resume with its own strategy."
+        )
+        raise UserError("trainer.resume_mode", reason, remedy)
+    load: Any = dist_checkpointing.load
+    try:
+        return load(state, str(folder / FOLDER))
+    except (dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
+        cause = _first_cause(error) if isinstance(error, CheckpointException) else error
+        if isinstance(cause, OSError):
+            raise cause from error
+        reason = f"the checkpoint '{folder}' does not hold what this run asks of it: {_first_words(cause)}."
+        remedy = "Set model.path and load_contents as in the run that wrote it, or trainer.resume_mode=disable."
+        raise UserError("trainer.resume_mode", reason, remedy) from error

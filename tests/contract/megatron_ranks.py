@@ -1,0 +1,137 @@
+"""What each rank runs in `test_megatron.py`: functions of plain arguments to plain results, as in `sharded.py`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from sharded import TEMPERATURE, WHOLE_STATE, Setup, State, Trace, loss, sequences
+from tiny import CPU
+
+from pellucid.errors import NonFiniteError, UserError
+from pellucid.training.common.heads import LogProbHead, ValueHead
+from pellucid.training.common.mini_batch import MicroBatching
+from pellucid.training.common.models import read_config
+from pellucid.training.common.optimizer import Schedule
+from pellucid.training.megatron.layout import MegatronLayout, ParallelSizes
+from pellucid.training.protocol import TokenScores
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A model folder, how it is trained, and over which ranks."""
+
+    folder: Path
+    setup: Setup
+    sizes: ParallelSizes
+    recompute: bool = False
+
+
+def make_engine(spread: Spread) -> Any:
+    from megatron.core import parallel_state
+
+    from pellucid.training.megatron.megatron_engine import Training, load_engine
+
+    if parallel_state.model_parallel_is_initialized():  # by the test before, over groups that are gone
+        parallel_state.destroy_model_parallel()
+    setup, layout = spread.setup, MegatronLayout(spread.sizes, CPU)
+    training = Training(Schedule(setup.lr, 0, 100), 0.01, (0.9, 0.999), setup.grad_clip)
+    return load_engine(
+        spread.folder,
+        read_config(str(spread.folder), None, trust_remote_code=False, field="model"),
+        training,
+        MicroBatching(setup.max_tokens, None),
+        layout,
+        setup.dtype,
+        field="model",
+        scalar=setup.role == "critic",
+        recompute=spread.recompute,
+    )
+
+
+def head_of(setup: Setup) -> LogProbHead | ValueHead:
+    return ValueHead() if setup.role == "critic" else LogProbHead(TEMPERATURE, with_entropy=True)
+
+
+def weights_of(engine: Any) -> State:
+    return {name: tensor.clone() for bucket in engine.weights(1000) for name, tensor in bucket.tensors.items()}
+
+
+def run_updates(spread: Spread, number: int) -> Trace:
+    engine, rows, head = make_engine(spread), sequences(spread.setup.num_sequences), head_of(spread.setup)
+    scores, numbers = [engine.forward(rows, head)], []
+    for _ in range(number):
+        result = engine.train_mini_batch(rows, head, loss)
+        scores.append(result.scores)
+        numbers.append((result.loss, result.grad_norm, result.lr))
+    scores.append(engine.forward(rows, head))
+    assert engine.version == number
+    results = [values for one in scores for values in one.results.values()]
+    return Trace(results, [], numbers, weights_of(engine))
+
+
+def save_and_go_on(spread: Spread, checkpoint: Path, contents: list[str] = WHOLE_STATE) -> tuple[State, State]:
+    """Write a checkpoint after one update, in the background of another; return the weights after each."""
+    engine, head = make_engine(spread), head_of(spread.setup)
+    engine.train_mini_batch(sequences(), head, loss)
+    saved = weights_of(engine)
+    wait = engine.start_saving(checkpoint, contents)
+    engine.train_mini_batch(sequences(), head, loss)
+    wait()
+    return saved, weights_of(engine)
+
+
+def load_and_go_on(spread: Spread, checkpoint: Path) -> tuple[int, State, State]:
+    """Load a checkpoint over other weights; return its version, its weights, and those after another update."""
+    engine, head = make_engine(spread), head_of(spread.setup)
+    engine.load(checkpoint, WHOLE_STATE)
+    version, loaded = engine.version, weights_of(engine)
+    engine.train_mini_batch(sequences(), head, loss)
+    return version, loaded, weights_of(engine)
+
+
+def load_error(spread: Spread, checkpoint: Path, contents: list[str]) -> str:
+    try:
+        make_engine(spread).load(checkpoint, contents)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def exact_kl(spread: Spread, reference: Path) -> torch.Tensor:
+    """Return the KL of each token from another model on the same ranks."""
+    engine, other = make_engine(spread), make_reference(replace(spread, folder=reference))
+    return engine.forward(sequences(), LogProbHead(TEMPERATURE, reference=other)).results["kl"]
+
+
+def make_reference(spread: Spread) -> Any:
+    from pellucid.training.megatron.megatron_engine import load_engine
+
+    model = read_config(str(spread.folder), None, trust_remote_code=False, field="model")
+    layout = MegatronLayout(spread.sizes, CPU)
+    return load_engine(spread.folder, model, None, MicroBatching(None, None), layout, torch.float32, field="model")
+
+
+def run_broken(spread: Spread) -> tuple[tuple[str, list[int]], bool, float]:
+    """An update whose loss is NaN on the ranks that have row 3, then a good one: error, whether it changed a bit, loss."""
+    engine = make_engine(spread)
+    before = weights_of(engine)
+
+    def broken(rows: list[int], scores: TokenScores) -> torch.Tensor:
+        return loss(rows, scores) * (float("nan") if 3 in rows else 1.0)
+
+    try:
+        engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), broken)
+        raise AssertionError("no error")
+    except NonFiniteError as error:
+        caught = error.quantity, error.rows
+    after = weights_of(engine)
+    result = engine.train_mini_batch(sequences(), LogProbHead(TEMPERATURE), loss)
+    return caught, any(not torch.equal(before[name], after[name]) for name in before), result.loss
+
+
+def export(spread: Spread, folder: Path) -> None:
+    from pellucid.training.common.models import load_tokenizer
+
+    engine = make_engine(spread)
+    engine.save_hf(load_tokenizer("builtin"), folder)

@@ -1,0 +1,258 @@
+"""The Megatron engine on real ranks over gloo: every layout does what one FSDP process does.
+
+Everything runs megatron-core itself; what it needs of CUDA comes from `training/megatron/cpu_adapter.py`.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import sharded
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+from sharded import Setup, State, Trace
+from transformers import AutoModelForCausalLM
+
+from pellucid.errors import UserError
+from pellucid.training.common.value_models import as_classifier
+from pellucid.training.megatron.layout import ParallelSizes
+
+pytest.importorskip("megatron.core", reason="needs the extra [megatron]")
+
+import megatron_ranks
+from megatron_ranks import Spread
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("megatron")]
+TOLERANCE = 1e-5
+NUM_UPDATES = 3
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pool = Ranks(tmp_path_factory.mktemp("groups"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Return a function to the folder of a tiny model."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def folder(setup: Setup) -> Path:
+        model = sharded.make_model(setup)
+        path = root / f"{setup.architecture}-{setup.role}-{setup.seed}"
+        (as_classifier(model) if setup.role == "critic" else model).save_pretrained(path)
+        return path
+
+    return lambda setup: folder(Setup(architecture=setup.architecture, role=setup.role, seed=setup.seed))
+
+
+@cache
+def in_one_process(setup: Setup) -> Trace:
+    return sharded.run_updates(setup, NUM_UPDATES)
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value.double() - expected.double()).norm() / expected.double().norm())
+
+
+def norm_of(state: State, names) -> torch.Tensor:
+    return torch.cat([state[name].flatten() for name in sorted(names)])
+
+
+def assert_agree(traces: list[Trace], expected: Trace) -> None:
+    """Results, losses and gradient norms to 1e-5, weights after the updates to 1e-4; the same bits on every rank."""
+    kinds = len(traces[0].results) // len(expected.results)
+    for trace in traces:
+        for mine, theirs in zip(trace.results[::kinds], expected.results, strict=True):
+            assert relative(mine, theirs) < TOLERANCE
+        for mine, theirs in zip(trace.numbers, expected.numbers, strict=True):
+            assert mine == pytest.approx(theirs, rel=TOLERANCE)
+        names = [name for name in trace.state if name in expected.state]
+        assert len(names) >= len(trace.state) - 1  # of a critic the head is called otherwise
+        assert relative(norm_of(trace.state, names), norm_of(expected.state, names)) < 1e-4
+        assert all(torch.equal(trace.state[name], traces[0].state[name]) for name in trace.state)
+
+
+LAYOUTS = {
+    "one": (1, "llama", ParallelSizes()),
+    "data": (2, "llama", ParallelSizes()),
+    "tensor": (2, "llama", ParallelSizes(tensor=2)),
+    "tensor-tied": (2, "llama_tied", ParallelSizes(tensor=2)),
+    "pipeline-tied": (2, "llama_tied", ParallelSizes(pipeline=2)),
+    "interleaved": (2, "llama_deep", ParallelSizes(pipeline=2, virtual_pipeline=2)),
+    "context": (2, "llama", ParallelSizes(context=2)),
+    "context-past-the-heads": (4, "mistral", ParallelSizes(context=4)),
+    "tensor-pipeline": (4, "qwen3", ParallelSizes(tensor=2, pipeline=2)),
+    "tensor-context": (4, "qwen2", ParallelSizes(tensor=2, context=2)),
+    "tensor-data": (4, "qwen2", ParallelSizes(tensor=2)),
+    "pipeline-context": (4, "llama_tied", ParallelSizes(pipeline=2, context=2)),
+    "pipeline-data": (4, "llama_tied", ParallelSizes(pipeline=2)),
+}
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_agree_with_one_process(ranks, folders, layout, role):
+    num_ranks, architecture, sizes = LAYOUTS[layout]
+    setup = Setup(architecture=architecture, role=role, lr=1e-3)
+    assert_agree(
+        ranks.run(num_ranks, megatron_ranks.run_updates, Spread(folders(setup), setup, sizes), NUM_UPDATES),
+        in_one_process(setup),
+    )
+
+
+EXPERTS = {
+    "one": (1, ParallelSizes()),
+    "expert": (2, ParallelSizes(expert=2)),
+    "tensor": (2, ParallelSizes(tensor=2)),
+    "expert-tensor": (4, ParallelSizes(tensor=2, expert=2, expert_tensor=1)),
+    "pipeline": (2, ParallelSizes(pipeline=2)),
+}
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_mixtures_of_experts_agree_with_one_process(ranks, folders, layout):
+    num_ranks, sizes = EXPERTS[layout]
+    setup = Setup(architecture="qwen3_moe", lr=1e-3)
+    expected, traces = (
+        in_one_process(setup),
+        ranks.run(num_ranks, megatron_ranks.run_updates, Spread(folders(setup), setup, sizes), NUM_UPDATES),
+    )
+    fused = {name: tensor for name, tensor in expected.state.items() if ".experts." not in name}
+    for trace in traces:
+        trace.state = {name: tensor for name, tensor in trace.state.items() if ".experts." not in name}
+    assert_agree(traces, replace(expected, state=fused))
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_tokens": 29}, {"num_sequences": 1}, {"grad_clip": 0.5}, {"balance_ranks": False}], ids=str
+)
+def test_cuts_and_clipping_agree_with_one_process(ranks, folders, options):
+    setup = Setup(architecture="llama_tied", lr=1e-3, **options)
+    spread = Spread(folders(setup), setup, ParallelSizes(pipeline=2))
+    assert_agree(ranks.run(4, megatron_ranks.run_updates, spread, NUM_UPDATES), in_one_process(setup))
+
+
+def test_recomputation_changes_nothing(ranks, folders):
+    setup = Setup(lr=1e-3)
+    spread = Spread(folders(setup), setup, ParallelSizes(tensor=2), recompute=True)
+    assert_agree(ranks.run(2, megatron_ranks.run_updates, spread, NUM_UPDATES), in_one_process(setup))
+
+
+def test_bf16_computes_close_and_keeps_float32_masters(ranks, folders):
+    """Steps of 1e-3 beside weights of size one: without masters three of them would be rounded away."""
+    exact = in_one_process(Setup(lr=1e-3))
+    setup = Setup(lr=1e-3, dtype=torch.bfloat16)
+    trace = ranks.run(2, megatron_ranks.run_updates, Spread(folders(setup), setup, ParallelSizes(tensor=2)), NUM_UPDATES)[0]
+    assert trace.results[0].dtype == torch.float32
+    assert 0 < relative(trace.results[0], exact.results[0]) < 0.02
+    assert trace.numbers[-1][0] == pytest.approx(exact.numbers[-1][0], rel=0.02)
+
+
+def test_the_exact_kl_is_that_of_one_process(ranks, folders):
+    setup = Setup(exact_kl=True)
+    engine = sharded.make_engine(setup)
+    expected = engine.forward(sharded.sequences(), sharded.make_head(setup, engine)).kl
+    for sizes in (ParallelSizes(), ParallelSizes(tensor=2)):
+        spread = Spread(folders(Setup()), Setup(), sizes)
+        for found in ranks.run(2, megatron_ranks.exact_kl, spread, folders(Setup(seed=9))):
+            assert relative(found, expected) < TOLERANCE
+
+
+def test_what_breaks_on_some_ranks_stops_all(ranks, folders):
+    answers = ranks.run(4, megatron_ranks.run_broken, Spread(folders(Setup()), Setup(), ParallelSizes(pipeline=2)))
+    expected = in_one_process(Setup()).numbers[0][0]
+    for caught, changed, loss in answers:
+        assert caught == answers[0][0] and caught[0] == "loss" and 3 in caught[1]
+        assert not changed and loss == pytest.approx(expected, rel=TOLERANCE)
+
+
+# --- the state on disk ------------------------------------------------------------------------------------------------
+
+SAVED = {
+    "data": (2, "llama", ParallelSizes(), 2, ParallelSizes()),
+    "tensor": (2, "qwen3", ParallelSizes(tensor=2), 2, ParallelSizes(tensor=2)),
+    "tensor-to-pipeline": (2, "llama_tied", ParallelSizes(tensor=2), 2, ParallelSizes(pipeline=2)),
+    "pipeline-to-tensor-data": (2, "llama_tied", ParallelSizes(pipeline=2), 4, ParallelSizes(tensor=2)),
+    "interleaved-to-one": (2, "llama_deep", ParallelSizes(pipeline=2, virtual_pipeline=2), 1, ParallelSizes()),
+    "context-to-data": (2, "llama", ParallelSizes(context=2), 4, ParallelSizes()),
+    "experts": (2, "qwen3_moe", ParallelSizes(expert=2), 2, ParallelSizes(tensor=2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("case", SAVED)
+def test_a_checkpoint_is_read_by_any_layout(ranks, folders, case, dtype, tmp_path):
+    """Weights come back bit for bit, and so does the next update where the layout is the same."""
+    num_ranks, architecture, sizes, num_readers, other = SAVED[case]
+    setup = Setup(architecture=architecture, dtype=dtype)
+    saved, after = ranks.run(num_ranks, megatron_ranks.save_and_go_on, Spread(folders(setup), setup, sizes), tmp_path)[0]
+    elsewhere = Setup(architecture=architecture, dtype=dtype, seed=1)
+    reader = Spread(folders(elsewhere), elsewhere, other)
+    version, loaded, then = ranks.run(num_readers, megatron_ranks.load_and_go_on, reader, tmp_path)[0]
+    assert version == 1
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert any(not torch.equal(saved[name], after[name]) for name in saved)
+    if (num_ranks, sizes) == (num_readers, other):
+        assert all(torch.equal(then[name], after[name]) for name in after)
+    else:
+        assert relative(norm_of(then, then), norm_of(after, then)) < (1e-4 if dtype == torch.float32 else 3e-3)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(ranks, folders, tmp_path):
+    setup = Setup()
+    (tmp_path / "part").mkdir()
+    spread = Spread(folders(setup), setup, ParallelSizes())
+    ranks.run(1, megatron_ranks.save_and_go_on, spread, tmp_path / "part", ["model"])
+    for folder, contents in ((tmp_path, ["model"]), (tmp_path / "part", ["model", "optimizer"])):
+        (error,) = ranks.run(1, megatron_ranks.load_error, spread, folder, contents)
+        assert "trainer.resume_mode" in error
+    other = Setup(architecture="llama_deep")
+    (error,) = ranks.run(1, megatron_ranks.load_error, Spread(folders(other), other, ParallelSizes()), tmp_path / "part", ["model"])
+    assert "trainer.resume_mode" in error
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "qwen3", "qwen3_moe"])
+def test_conversion_there_and_back_is_bitwise(ranks, folders, architecture, tmp_path):
+    """A Hugging Face folder, onto four ranks, and a folder again."""
+    setup = Setup(architecture=architecture)
+    source = folders(setup)
+    for name, sizes in {"tensor": ParallelSizes(tensor=2, expert=2, expert_tensor=1), "stages": ParallelSizes(pipeline=2)}.items():
+        sizes = replace(sizes, expert=1, expert_tensor=None) if architecture != "qwen3_moe" else sizes
+        ranks.run(4, megatron_ranks.export, Spread(source, setup, sizes), tmp_path / name)
+        before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / name))
+        assert before.keys() == after.keys() and all(torch.equal(before[each], after[each]) for each in before)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        ids = torch.tensor([[3, 4, 5, 6]])
+        assert torch.equal(loaded(ids).logits, original(ids).logits)
+
+
+def test_large_models_are_written_in_several_files(tmp_path, folders):
+    from pellucid.training.common.models import load_tokenizer, read_config
+    from pellucid.training.megatron.conversion import open_weights, write_model_folder
+
+    source = folders(Setup())
+    model = read_config(str(source), None, trust_remote_code=False, field="model")
+    tensors = load_file(source / "model.safetensors")
+    write_model_folder(model, load_tokenizer("builtin"), tmp_path / "out", tensors.items(), file_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    with open_weights(tmp_path / "out", "model.path") as again:
+        assert all(torch.equal(again[name][:], tensors[name]) for name in tensors)
+        with pytest.raises(UserError, match=r"model\.path.*lack the tensor 'lm_tail'"):
+            again["lm_tail"]
+
+
+def test_what_is_reached_for_in_megatron_core_is_still_there():
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import random
+
+    assert {"_get_write_results_queue", "FileSystemWriterAsync"} <= vars(filesystem_async).keys()
+    assert {"_get_main_param_and_optimizer_states", "_get_model_param_range_map"} <= vars(DistributedOptimizer).keys()
+    assert {"_get_all_rng_states", "_set_all_rng_states", "get_cuda_rng_tracker"} <= vars(random).keys()
