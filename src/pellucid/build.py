@@ -3,28 +3,23 @@
 `make_roles` runs in the controller's own process, or with the same arguments on every rank of a worker group.
 """
 
-import copy
 import gc
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.catalog import ESTIMATORS, POLICY_LOSSES, REINFORCE, load
 from pellucid.algo.policy_loss import PolicyLoss
 from pellucid.config import RunConfig
-from pellucid.config.schema.actor import ActorConfig, OptimConfig
-from pellucid.config.schema.critic import CriticConfig
-from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig
 from pellucid.console import notice
+from pellucid.engine_maker import Compute, EngineMaker, reward_cut
 from pellucid.engines import check_engine, make_local_replicas, make_native_engine
 from pellucid.errors import MissingExtraError, UserError
-from pellucid.loading import load_critic, load_policy, torch_dtype
 from pellucid.plugins import load_object
 from pellucid.roles.actor import Actor, ActorSettings
 from pellucid.roles.critic import Critic
@@ -32,20 +27,14 @@ from pellucid.roles.plugin_checks import ESTIMATOR_FIELD, LOSS_FIELD, checked_es
 from pellucid.roles.reference import Reference
 from pellucid.roles.reward_model import RewardModel
 from pellucid.rollout.native import MismatchedPolicy, NativeRolloutEngine
-from pellucid.rollout.native.copied import GatheredPolicy
 from pellucid.rollout.native.laboratory import changes_weights
 from pellucid.rollout.requests import RolloutEngine
-from pellucid.stages import NO_PROBE, ROLE_OF, Probe, Stage
+from pellucid.stages import ROLE_OF, Stage
 from pellucid.training.common.logprobs import compiling_pays
 from pellucid.training.common.lora import require_peft
-from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import load_tokenizer, model_folder, read_config
-from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
-from pellucid.training.common.value_models import CRITIC, REWARD_MODEL, load_reward_model, max_positions
-from pellucid.training.fsdp import FsdpEngine
-
-if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
-    from pellucid.training.sharding import Sharding
+from pellucid.training.common.value_models import CRITIC, REWARD_MODEL, max_positions
+from pellucid.training.protocol import TrainingEngine
 
 RoleName = Literal["actor", "rollout", "ref", "critic", "reward_model"]
 
@@ -138,66 +127,6 @@ def _reward_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """Where the models of a process live, and over how many ranks they are spread; makes their training engines."""
-
-    device: torch.device
-    dtype: torch.dtype
-    num_ranks: int = 1
-    """Ranks of the process group that this process has joined; 1 needs none."""
-    balance_ranks: bool = True
-    """Give the ranks as many tokens each, rather than as many samples."""
-    probe: Probe = NO_PROBE
-    """What the engines tell of the units of their work."""
-
-    def spreads(self, fsdp: FsdpConfig | RefFsdpConfig) -> bool:
-        """Return whether a model is taken apart: over several ranks, or between a device and the CPU's memory."""
-        return self.num_ranks > 1 or (fsdp.param_offload and self.device.type != "cpu")
-
-    def trained(self, model: PreTrainedModel, section: ActorConfig | CriticConfig, run_updates: int) -> FsdpEngine:
-        """Return the engine of a model that a config section says how to train."""
-        sharding = self._shard(model, section.fsdp_config)
-        offload = section.fsdp_config.optimizer_offload
-        optimizer = make_optimizer(model, section.optim, section.grad_clip, run_updates, offload=offload)
-        tokens, sequences = section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu
-        cut = micro_batching(section.use_dynamic_bsz, tokens, sequences)
-        return self.engine(model, optimizer, cut, sharding=sharding)
-
-    def frozen(self, model: PreTrainedModel, cut: MicroBatching, fsdp: FsdpConfig | RefFsdpConfig) -> FsdpEngine:
-        """Return the engine of a model that is not trained."""
-        return self.engine(model, None, cut, sharding=self._shard(model, fsdp))
-
-    @property
-    def engine(self) -> "partial[FsdpEngine]":
-        """What makes engines of this process."""
-        return partial(
-            FsdpEngine, device=self.device, dtype=self.dtype, balance_ranks=self.balance_ranks, probe=self.probe
-        )
-
-    def _shard(self, model: PreTrainedModel, fsdp: FsdpConfig | RefFsdpConfig) -> "Sharding | None":
-        """Spread `model` over the ranks; None where one process holds it whole."""
-        if not self.spreads(fsdp):
-            return None
-        from pellucid.training.sharding import Sharding, ShardingPlan, join_alone
-
-        if self.num_ranks == 1:
-            join_alone(self.device)
-        plan = ShardingPlan(
-            fsdp_size=fsdp.fsdp_size,
-            param_dtype=self.dtype,
-            reduce_dtype=torch_dtype(fsdp.reduce_dtype) if isinstance(fsdp, FsdpConfig) else torch.float32,
-            reshard_after_forward=fsdp.reshard_after_forward,
-            param_offload=fsdp.param_offload,
-        )
-        return Sharding(model, plan, self.device)
-
-
-def micro_batching(by_tokens: bool, tokens: int, sequences: int | None) -> MicroBatching:
-    """Return how a role's batches are cut: by a budget of tokens, or by a number of sequences."""
-    return MicroBatching(tokens, None) if by_tokens else MicroBatching(None, sequences)
-
-
-@dataclass(frozen=True, slots=True)
 class Mismatch:
     """The mismatch laboratory: a policy unlike the trained one, and the engine that samples from it."""
 
@@ -270,37 +199,46 @@ def make_roles(
     """
     roles, policy, actor, reference = Roles(), config.actor_rollout_ref, None, None
     rollout, critic = policy.rollout, config.critic
+    maker = _engine_maker(config, compute, next(iter(names)))
     if "actor" in names:
-        model = load_policy(config, compute.device)
-        # The copy is made before sharding takes the model apart.
         samples = not config.has_replicas and "rollout" in names
-        whole = copy.deepcopy(model) if samples and compute.spreads(policy.actor.fsdp_config) else None
         steps = total_steps - config.trainer.critic_warmup  # the policy rests while the critic warms up
         updates = num_updates(config, steps, policy.actor.ppo_mini_batch_size, policy.actor.ppo_epochs)
-        actor = compute.trained(model, policy.actor, updates)
+        made = maker.policy(updates, sampled=samples)
+        actor = made.engine
         if samples:
-            copied = None if whole is None else GatheredPolicy(actor, whole, rollout.verify_weights)
-            sampled = (actor, None) if copied is None else (copied, copied.take_weights)
-            roles.rollout = make_native_engine(config, *sampled, tokenizer, compute.probe)
+            assert made.sampled is not None
+            roles.rollout = make_native_engine(config, made.sampled, made.take_weights, tokenizer, compute.probe)
         elif "rollout" in names:
             roles.rollout = make_local_replicas(config, actor)
         if changes_weights(rollout.simulate_mismatch):
-            other = MismatchedPolicy(actor, rollout.simulate_mismatch, rollout.seed)
+            assert made.sampled is not None, "the config's rules let only one process that samples itself have it"
+            other = MismatchedPolicy(made.sampled, rollout.simulate_mismatch, rollout.seed)
             engine = make_native_engine(config, other, other.take_weights, tokenizer, compute.probe)
             roles.mismatch = Mismatch(other, engine)
     if "ref" in names:
-        reference = _make_reference(config, compute, actor)
+        reference = maker.reference()
         roles.ref = Reference(reference, temperature=rollout.temperature)
     if actor is not None:
         roles.actor = make_actor(config, actor, policy_loss, reference)
     if "critic" in names:
         updates = num_updates(config, total_steps, critic.ppo_mini_batch_size, critic.ppo_epochs)
-        engine = compute.trained(load_critic(config, compute.device), critic, updates)
         seed = config.trainer.seed
-        roles.critic = Critic(engine, critic, max_response_length=rollout.response_length, seed=seed)
+        roles.critic = Critic(maker.critic(updates), critic, max_response_length=rollout.response_length, seed=seed)
     if "reward_model" in names:
-        roles.reward_model = _make_reward_model(config, compute, tokenizer)
+        roles.reward_model = _make_reward_model(config, maker.reward_model(), tokenizer)
     return roles
+
+
+def _engine_maker(config: RunConfig, compute: Compute, first_role: str) -> EngineMaker:
+    """Return what makes the engines of the run's strategy; `first_role` is one that this process has."""
+    if config.uses_megatron:
+        from pellucid.megatron_engines import MegatronEngines
+
+        return MegatronEngines(config, compute, first_role)
+    from pellucid.fsdp_engines import FsdpEngines
+
+    return FsdpEngines(config, compute)
 
 
 def leave_loaded_alone() -> None:
@@ -312,19 +250,9 @@ def leave_loaded_alone() -> None:
     gc.set_threshold(100_000, 10, 10)
 
 
-def _make_reference(config: RunConfig, compute: Compute, actor: FsdpEngine | None) -> FsdpEngine:
-    """Return the engine of the frozen reference: the actor's base under LoRA, else a model of its own."""
-    policy, ref = config.actor_rollout_ref, config.actor_rollout_ref.ref
-    tokens, sequences = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
-    cut = micro_batching(ref.log_prob_use_dynamic_bsz, tokens, sequences)
-    if policy.model.lora_rank:
-        assert actor is not None, "under LoRA the reference shares the actor's ranks"
-        return compute.engine(actor.model, None, cut, sharding=actor.sharding, without_adapters=True)
-    model = load_policy(config, compute.device, adapters=False).requires_grad_(False)
-    return compute.frozen(model, cut, ref.fsdp_config)
-
-
-def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, reference: FsdpEngine | None) -> Actor:
+def make_actor(
+    config: RunConfig, engine: TrainingEngine, policy_loss: PolicyLoss, reference: TrainingEngine | None
+) -> Actor:
     """Return the actor; `reference` is the engine of the frozen reference, or None."""
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     compiled = actor.use_torch_compile and compiling_pays(engine.device)
@@ -344,34 +272,16 @@ def make_actor(config: RunConfig, engine: FsdpEngine, policy_loss: PolicyLoss, r
     return Actor(engine, actor, settings)
 
 
-def _make_reward_model(config: RunConfig, compute: Compute, policy_tokenizer: PreTrainedTokenizerBase) -> RewardModel:
-    section = config.reward_model
-    assert section.model.path is not None
-    sequences, trust = section.micro_batch_size_per_gpu, section.model.trust_remote_code
-    model = load_reward_model(section.model.path, device=compute.device, trust_remote_code=trust)
-    positions = max_positions(model.config)
-    cut = micro_batching(sequences is None, section.forward_max_token_len_per_gpu, sequences)
-    engine = compute.frozen(model, cut, FsdpConfig())
+def _make_reward_model(
+    config: RunConfig, engine: TrainingEngine, policy_tokenizer: PreTrainedTokenizerBase
+) -> RewardModel:
+    section, path = config.reward_model, config.reward_model.model.path
+    assert path is not None
+    model = read_config(path, None, trust_remote_code=section.model.trust_remote_code, field=REWARD_MODEL)
     own = _reward_tokenizer(config, policy_tokenizer)
-    return RewardModel(engine, own, max_tokens=cut.max_tokens, max_positions=positions)
+    return RewardModel(engine, own, max_tokens=reward_cut(section).max_tokens, max_positions=max_positions(model))
 
 
 def num_updates(config: RunConfig, steps: int, mini_batch_size: int, epochs: int) -> int:
     """Return the optimizer steps of a run of `steps` steps."""
     return steps * epochs * (config.data.train_batch_size // mini_batch_size)
-
-
-def make_optimizer(
-    model: PreTrainedModel, optim: OptimConfig, grad_clip: float, run_updates: int, *, offload: bool = False
-) -> ScheduledAdamW:
-    """Return AdamW over the trainable parameters, or the shards that they have become, scheduled over `run_updates`
-    optimizer steps.
-
-    `offload` keeps its moments in CPU memory between updates.
-    """
-    total = optim.total_training_steps if optim.total_training_steps > 0 else run_updates
-    warmup = max(optim.lr_warmup_steps or 0, 0) or int(optim.lr_warmup_steps_ratio * total)
-    schedule = Schedule(optim.lr, warmup, total, optim.lr_scheduler_type, optim.min_lr_ratio)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    betas = (optim.betas[0], optim.betas[1])
-    return ScheduledAdamW(trained, schedule, optim.weight_decay, betas, grad_clip, offload=offload)

@@ -40,10 +40,8 @@ from pellucid.rollout.vllm_processes.adapters import adapter_options
 from pellucid.rollout.vllm_processes.joined_vllm import VLLM_SERVERS
 from pellucid.rollout.vllm_processes.own_vllm import OwnVllm
 from pellucid.stages import NO_PROBE, Probe
-from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.models import eos_token_ids, model_folder, read_config, response_ends
-from pellucid.training.fsdp import FsdpEngine
-from pellucid.training.protocol import WeightBucket
+from pellucid.training.protocol import TrainingEngine, WeightBucket
 
 
 def check_engine(config: RunConfig) -> None:
@@ -69,7 +67,7 @@ def make_replica(config: RunConfig) -> RolloutEngine:
     return ENGINES[config.actor_rollout_ref.rollout.name].make(config)
 
 
-def make_local_replicas(config: RunConfig, actor: FsdpEngine) -> ReplicaSet:
+def make_local_replicas(config: RunConfig, actor: TrainingEngine) -> ReplicaSet:
     """Return the replica on this host, or the servers that are joined, with the weights of `actor` at this moment."""
     transport = _transport_here(config)
 
@@ -92,12 +90,11 @@ def longest_request(section: RolloutConfig) -> int:
     return section.max_model_len or section.prompt_length + section.response_length
 
 
-def sent_weights(config: RunConfig, actor: FsdpEngine, *, digests: bool) -> Iterator[WeightBucket]:
+def sent_weights(config: RunConfig, actor: TrainingEngine, *, digests: bool) -> Iterator[WeightBucket]:
     """Yield the weights that the run's replicas are sent; adapters merged in where the engine takes none."""
     model, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    if model.lora_rank and section.name != "native" and not adapter_options(model, section):
-        return in_buckets(actor.merged_weights().items(), BUCKET_BYTES, digests=digests)
-    return actor.weights(BUCKET_BYTES, digests=digests)
+    merged = bool(model.lora_rank) and section.name != "native" and not adapter_options(model, section)
+    return actor.weights(BUCKET_BYTES, digests=digests, merged=merged)
 
 
 def weight_transport(config: RunConfig, *, shares_memory: bool, host: str) -> Callable[[], Transport]:

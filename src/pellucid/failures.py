@@ -28,9 +28,10 @@ from safetensors import SafetensorError
 
 from pellucid import devices, types
 from pellucid.agents.llm import sample_rollouts
-from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, make_roles
+from pellucid.build import RoleName, Roles, choose_policy_loss, make_roles
 from pellucid.config import RunConfig, load_config
 from pellucid.console import notice
+from pellucid.engine_maker import Compute
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
 from pellucid.files.rundir import RunDir, atomic_write
 from pellucid.loading import run_loop, run_tokenizer, torch_dtype

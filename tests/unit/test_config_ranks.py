@@ -402,7 +402,7 @@ def test_verls_mixed_precision_of_a_frozen_model_has_no_gradients_to_add_up():
             f"{FSDP}.param_offload",
             ["another value", f"{FSDP}.offload_policy"],
         ),
-        ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy", ["is not one of fsdp | fsdp2"]),
+        ([f"{ACTOR}.strategy=veomni"], f"{ACTOR}.strategy", ["is not one of fsdp | fsdp2 | megatron"]),
     ],
 )
 def test_what_verl_has_and_this_has_not_stops_the_run(overrides, field, words):

@@ -165,8 +165,7 @@ OFF = {
 }
 ON = {
     "global_profiler.global_tool_config.torch_memory.stacks": "python",
-    "critic.megatron": "{tensor_model_parallel_size: 2}",
-    f"{ACTOR}.megatron": "{tensor_model_parallel_size: 2}",
+    f"{ACTOR}.veomni": "{fsdp_size: 2}",
     f"{ACTOR}.optim.override_optimizer_config": "{fused: true}",
     f"{ACTOR}.freeze_vision_tower": "true",
 }

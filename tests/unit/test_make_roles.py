@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from pellucid import build, loading
+from pellucid import build, fsdp_engines, loading
 from pellucid.build import check_roles, num_updates
 from pellucid.config import RunConfig, load_config
 from pellucid.errors import MissingExtraError, UserError
@@ -29,7 +29,7 @@ GAE, JUDGE = "algorithm.adv_estimator=gae", "reward_model.enable=true"
 
 @pytest.fixture(autouse=True)
 def no_model_is_loaded(monkeypatch):
-    for place, name in ((loading, "load_model"), (loading, "load_value_model"), (build, "load_reward_model")):
+    for place, name in ((loading, "load_model"), (loading, "load_value_model"), (fsdp_engines, "load_reward_model")):
         monkeypatch.setattr(place, name, lambda *_, **__: pytest.fail("a model was loaded"))
 
 

@@ -19,7 +19,7 @@ BASE = {"errors", "types", "console", "plugins", "devices", "process_guard", "se
 """The modules beside the rooms; all of them may use each other."""
 ROOMS = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "agents", "ranks", "observe", "precision", "metrics", "files"}
 RUN = {
-    "loop", "schedules", "stream", "produce", "learn", "validation", "run", "build", "engines", "loading", "run_state",
+    "loop", "schedules", "stream", "produce", "learn", "validation", "run", "build", "engine_maker", "fsdp_engines", "megatron_engines", "engines", "loading", "run_state",
     "interrupt", "failures", "sft",
 }  # fmt: skip
 """What makes a run and drives it, above the rooms."""
@@ -54,10 +54,10 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3070,
+    ("loop", *sorted(RUN - {"loop"})): 3330,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
-    ("config",): 4845,
+    ("config",): 5220,
     tuple(sorted(API)): 835,
     ("tasks", "data", "reward"): 1615,
     ("training",): 4300,
@@ -75,7 +75,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 39_900
+MAX_LINES = 40_300
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

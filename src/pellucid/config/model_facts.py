@@ -29,6 +29,13 @@ class ModelFacts:
     head_dim: int
     vocab_size: int
     sliding_window: int | None = None
+    is_tied: bool = False
+    """Whether the output layer has the embedding's weights."""
+    num_experts: int = 0
+    """Of each layer; 0: its MLP is one."""
+    expert_size: int = 0
+    """Columns of an expert's matrices."""
+    experts_per_token: int = 0
 
 
 def read_model_facts(path: str) -> ModelFacts | None:
@@ -61,6 +68,10 @@ def read_model_facts(path: str) -> ModelFacts | None:
             head_dim=facts.get("head_dim") or hidden // heads,
             vocab_size=facts["vocab_size"],
             sliding_window=facts.get("sliding_window"),
+            is_tied=facts.get("tie_word_embeddings", False),
+            num_experts=facts.get("num_experts") or facts.get("num_local_experts") or 0,
+            expert_size=facts.get("moe_intermediate_size") or 0,
+            experts_per_token=facts.get("num_experts_per_tok") or 0,
         )
     except KeyError:
         return None

@@ -11,43 +11,12 @@ import math
 from dataclasses import dataclass
 
 from pellucid.config.describe import yaml_value
-from pellucid.config.model_facts import ModelFacts, read_model_facts
+from pellucid.config.memory import WIDTHS, Memory, adapter_size, estimate, role_bytes
+from pellucid.config.model_facts import ModelFacts
 from pellucid.config.schema import RunConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
+from pellucid.config.validate.megatron import check_model
 from pellucid.errors import UserError
-
-_WIDTHS = {"float32": 4, "bfloat16": 2}
-_LOGITS_CHUNK_BYTES = 48 * 2**20
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Estimated bytes on one rank at the peak; activations are rough, the rest is arithmetic.
-
-    Weights, gradients and optimizer state are this rank's shards; roles with ranks of their own are left out.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    activations: int
-    logits_chunk: int
-    kv_cache: int
-    critic: int = 0
-    """The critic's weights, gradients and AdamW."""
-    reward_model: int = 0
-    rollout_copy: int = 0
-    """The whole float32 model that each of several ranks samples from."""
-    offloaded: int = 0
-    """Part of the above that is kept in CPU memory."""
-
-    @property
-    def total(self) -> int:
-        """Peak: generation and update never overlap, so the larger of cache and activations counts."""
-        roles = self.weights + self.gradients + self.optimizer + self.reference + self.critic + self.reward_model
-        fixed = roles + self.rollout_copy - self.offloaded
-        return fixed + max(self.kv_cache, self.activations + self.logits_chunk)
 
 
 @dataclass(frozen=True)
@@ -108,15 +77,16 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         field = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         raise UserError(field, reason, f"Set it to a divisor, e.g. {math.gcd(size, model.num_kv_heads)}.")
     if model is not None:
+        check_model(config, model)
         _check_caches(config, model)
     longest = data.max_prompt_length + data.max_response_length
-    share = math.ceil(mini * config.actor_rollout_ref.rollout.n / config.num_ranks)
+    share = math.ceil(mini * config.actor_rollout_ref.rollout.n / config.data_ranks("actor"))
     at_once = (
         actor.ppo_max_token_len_per_gpu // longest if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
     )
     micro_samples = min(at_once or 1, share)
     budget = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else micro_samples * longest
-    others = {} if model is None else _role_bytes(config, model)
+    others = {} if model is None else role_bytes(config, model)
     return Plan(
         config=config,
         num_train_prompts=num_train_prompts,
@@ -125,7 +95,7 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         optimizer_steps_per_step=prompts // mini * actor.ppo_epochs,
         micro_batches_per_mini_batch=math.ceil(share / micro_samples),
         model=model,
-        memory=None if model is None else _estimate(config, model, min(budget, share * longest), others),
+        memory=None if model is None else estimate(config, model, min(budget, share * longest), others),
         pool_bytes={role: others[role] for role in trainer.resource_pools if others.get(role)},
     )
 
@@ -134,7 +104,7 @@ def _check_caches(config: RunConfig, model: ModelFacts) -> None:
     """Raise a `UserError` where the cache that a replica is given holds no sequence of the longest kind."""
     section, field = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.engine_kwargs"
     longest = section.max_model_len or section.prompt_length + section.response_length
-    width = 1 if "kv_cache_dtype" in section.engine_kwargs.vllm else _WIDTHS[section.dtype]  # 1: the least there is
+    width = 1 if "kv_cache_dtype" in section.engine_kwargs.vllm else WIDTHS[section.dtype]  # 1: the least there is
     heads = math.ceil(model.num_kv_heads / section.tensor_model_parallel_size)
     tokens = min(longest, model.sliding_window or longest)
     num_bytes = 2 * model.num_layers * heads * model.head_dim * width * tokens
@@ -145,68 +115,6 @@ def _check_caches(config: RunConfig, model: ModelFacts) -> None:
             reason = f"{given} holds no sequence of {longest} tokens, which takes {needed}."
             remedy = f"Set it to {needed} for each sequence decoded at once, or lower data.max_*_length."
             raise UserError(f"{field}.{engine}.{name}", reason, remedy)
-
-
-def _estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_bytes: dict[str, int]) -> Memory:
-    """Estimate peak bytes; weights, gradients and AdamW's two moments are float32, the passes the model's dtype."""
-    policy, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    width, ranks = _WIDTHS[policy.dtype], config.num_ranks
-    adapter = 4 * adapter_size(config, model)
-    whole = 4 * model.num_parameters + adapter
-    copy_ranks = config.copy_ranks("actor")
-    weights, trained = math.ceil(whole / copy_ranks), math.ceil((adapter if policy.lora_rank else whole) / copy_ranks)
-    others = {role: held for role, held in role_bytes.items() if role not in config.trainer.resource_pools}
-    # One layer keeps about ten hidden-sized and three MLP-sized tensors per token for its backward pass.
-    layer_bytes = width * (10 * model.hidden_size + 3 * model.intermediate_size)
-    kept_bytes = width * model.hidden_size * model.num_layers + layer_bytes
-    per_token = kept_bytes if policy.enable_gradient_checkpointing else layer_bytes * model.num_layers
-    sequences = min(rollout.max_num_seqs, math.ceil(config.data.train_batch_size / ranks) * rollout.n)
-    cached_tokens = sequences * (rollout.prompt_length + rollout.response_length)
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
-    return Memory(
-        weights=weights,
-        gradients=trained,
-        optimizer=2 * trained,
-        reference=others.get("ref", 0),
-        activations=micro_tokens * per_token,
-        logits_chunk=min(_LOGITS_CHUNK_BYTES, 4 * micro_tokens * model.vocab_size),
-        kv_cache=0 if config.has_replicas else cached_tokens * token_bytes,
-        critic=others.get("critic", 0),
-        reward_model=others.get("reward_model", 0),
-        rollout_copy=whole if ranks > 1 and not config.has_replicas else 0,
-        offloaded=_offloaded(config, weights, trained, others),
-    )
-
-
-def _role_bytes(config: RunConfig, policy: ModelFacts) -> dict[str, int]:
-    """Return the bytes of weights, gradients and AdamW on a rank of each other model; 0 when its files are not here."""
-    own = config.actor_rollout_ref.model.path
-    models = {"ref": (config.has_own_reference, own, 4), "critic": (config.has_critic, config.critic.model.path, 16)}
-    models["reward_model"] = (config.reward_model.enable, config.reward_model.model.path or own, 4)
-    held: dict[str, int] = {}
-    for role, (exists, path, bytes_each) in models.items():
-        if exists:
-            facts = policy if path == own else read_model_facts(path)
-            held[role] = math.ceil(bytes_each * facts.num_parameters / config.copy_ranks(role)) if facts else 0
-    return held
-
-
-def _offloaded(config: RunConfig, weights: int, trained: int, others: dict[str, int]) -> int:
-    """Return the bytes that are kept in CPU memory: of the actor's shards, and of the `others` on the same ranks."""
-    if config.trainer.device == "cpu":
-        return 0
-    policy, critic, held = config.actor_rollout_ref, config.critic.fsdp_config, others.get("critic", 0)
-    actor = policy.actor.fsdp_config
-    kept = weights + 3 * trained if actor.param_offload else 2 * trained * actor.optimizer_offload
-    kept += others.get("ref", 0) * policy.ref.fsdp_config.param_offload
-    # Two of AdamW's four numbers a weight are its moments.
-    return kept + (held if critic.param_offload else held // 2 * critic.optimizer_offload)
-
-
-def adapter_size(config: RunConfig, model: ModelFacts) -> int:
-    """Return the most parameters that a LoRA adapter has, with every linear layer of a gated MLP and attention."""
-    inputs_and_outputs = 11 * model.hidden_size + 3 * model.intermediate_size
-    return config.actor_rollout_ref.model.lora_rank * model.num_layers * inputs_and_outputs
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:

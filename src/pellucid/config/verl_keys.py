@@ -14,7 +14,7 @@ _EMPTY = "dummy dummy_dtensor dummy_megatron dummy_hf auto hf safetensors"
 _GROUPS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("FSDP2 is the engine here", _ENGINE, "model_engine *.ref.strategy reward_model.strategy"),
     ("FSDP2 is the engine here", _ENGINE, "*.fsdp_config.strategy"),
-    ("", (), "*.megatron *.veomni"),
+    ("", (), "*.veomni"),
     ("only another engine reads it", ANY, "*.fsdp_config.turbo_config"),
     ("how a number is computed changes no more than its rounding", ANY,
      "*.use_fused_kernels *.fused_kernel_options *.use_liger *.use_prefix_grouper *.pad_to_length*"),

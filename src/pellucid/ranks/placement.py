@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from pellucid import devices
 from pellucid.algo.policy_loss import PolicyLoss
-from pellucid.build import Compute, RoleName, Roles, make_roles
+from pellucid.build import RoleName, Roles, make_roles
 from pellucid.config import RunConfig
+from pellucid.engine_maker import Compute
 from pellucid.files.rundir import RunDir
 from pellucid.loading import torch_dtype
 from pellucid.observe.process import ProcessProfiler

@@ -20,7 +20,8 @@ import torch
 from torch.distributed import DistNetworkError, DistStoreError
 
 from pellucid import devices
-from pellucid.build import Compute, RoleName, Roles, choose_policy_loss, leave_loaded_alone, make_roles
+from pellucid.build import RoleName, Roles, choose_policy_loss, leave_loaded_alone, make_roles
+from pellucid.engine_maker import Compute
 from pellucid.engines import sent_weights
 from pellucid.errors import RunFailedError, UserError
 from pellucid.loading import run_tokenizer, torch_dtype

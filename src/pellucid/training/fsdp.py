@@ -223,8 +223,10 @@ class FsdpEngine:
         if tensors:
             save_hf_model(self.model, tokenizer, folder, tensors=tensors)
 
-    def weights(self, bucket_bytes: int, *, digests: bool = True) -> Iterator[WeightBucket]:
+    def weights(self, bucket_bytes: int, *, digests: bool = True, merged: bool = False) -> Iterator[WeightBucket]:
         """Yield the trained weights in buckets; over several ranks every one takes all of them."""
+        if merged:
+            return in_buckets(self.merged_weights().items(), bucket_bytes, digests=digests)
         whole = (lambda tensor: tensor) if self.sharding is None else self.sharding.whole
         tensors = ((name, whole(tensor)) for name, tensor in self._tensors().items())
         return in_buckets(tensors, bucket_bytes, digests=digests)

@@ -115,6 +115,9 @@ class TrainingEngine(Protocol):
 
     in_hand: list[str]
     """Names of the samples in the micro-batch that is being run."""
+    device: torch.device
+    dtype: torch.dtype
+    """What it computes in."""
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -162,9 +165,9 @@ class TrainingEngine(Protocol):
         """Restore the asked-for parts from `folder`."""
         ...
 
-    def weights(self, bucket_bytes: int, *, digests: bool = True) -> Iterator[WeightBucket]:
+    def weights(self, bucket_bytes: int, *, digests: bool = True, merged: bool = False) -> Iterator[WeightBucket]:
         """Yield the trained weights, gathered tensor by tensor, in buckets of about `bucket_bytes`; under LoRA the
-        adapters alone.
+        adapters alone, or `merged` with the base all weights.
 
         Over several ranks every one calls it, takes all buckets, and is given whole tensors.
         """

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pellucid.algo.catalog import POLICY_LOSSES
 from pellucid.config.fields import MISSING, Alias, Needs, OrImportPath, Range, option
 from pellucid.config.schema.profiler import ProfilerConfig
-from pellucid.config.schema.sharding import FsdpConfig, RefFsdpConfig, Strategy
+from pellucid.config.schema.sharding import (
+    FSDP,
+    MEGATRON,
+    FsdpConfig,
+    MegatronConfig,
+    RefFsdpConfig,
+    RefMegatronConfig,
+    Strategy,
+)
 
 Positive = Annotated[int, Range(ge=1)]
 Fraction = Annotated[float, Range(ge=0, le=1)]
@@ -108,7 +116,8 @@ class UpdateConfig:
     """How an update is cut into optimizer steps and passes; the critic follows the actor in it."""
 
     strategy: Strategy = MISSING
-    """Training engine that holds the model: fsdp2, which is PyTorch's FSDP2; fsdp means the same. It must be set."""
+    """Training engine that holds the model: fsdp2, which is PyTorch's FSDP2 (fsdp means the same), or megatron, which
+    is megatron-core. It must be set."""
     ppo_mini_batch_size: Positive = 256
     """Prompts per optimizer step; with `rollout.n` samples each, a mini-batch has prompts × n samples."""
     ppo_micro_batch_size_per_gpu: Positive | None = None
@@ -128,8 +137,10 @@ class UpdateConfig:
 class TrainedConfig(UpdateConfig):
     """What actor and critic each have of their own."""
 
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    """How the model is spread over its ranks."""
+    fsdp_config: FsdpConfig = option(FsdpConfig, needs=FSDP)
+    """How the model is spread over its ranks by FSDP2."""
+    megatron: MegatronConfig = option(MegatronConfig, needs=MEGATRON)
+    """How the model is spread over its ranks by megatron-core."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How per-token losses become one number, always over the whole mini-batch; unless it is set, the policy losses
     gspo, sapo and geo_mean take seq-mean-token-mean, the one they are defined with."""
@@ -180,9 +191,15 @@ class RefConfig:
     """Log-probabilities under the frozen reference model, used with a KL term."""
 
     fsdp_config: RefFsdpConfig = option(
-        RefFsdpConfig, needs=_OWN_REFERENCE, follows=("actor_rollout_ref.actor.fsdp_config", RefFsdpConfig)
+        RefFsdpConfig, needs=(FSDP, _OWN_REFERENCE), follows=("actor_rollout_ref.actor.fsdp_config", RefFsdpConfig)
     )
-    """How the reference model is spread over its ranks; what is not set here follows the actor."""
+    """How the reference model is spread over its ranks by FSDP2; what is not set here follows the actor."""
+    megatron: RefMegatronConfig = option(
+        RefMegatronConfig,
+        needs=(MEGATRON, _OWN_REFERENCE),
+        follows=("actor_rollout_ref.actor.megatron", RefMegatronConfig),
+    )
+    """How the reference model is spread over its ranks by megatron-core; what is not set here follows the actor."""
     log_prob_micro_batch_size_per_gpu: Positive | None = option(
         None, link="${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}", needs=_SAMPLED_KL
     )

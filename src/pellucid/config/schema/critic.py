@@ -9,6 +9,7 @@ from pellucid.config.fields import MISSING, Range, option
 from pellucid.config.schema.actor import OptimConfig, TrainedConfig
 from pellucid.config.schema.model import LoadingConfig
 from pellucid.config.schema.profiler import ProfilerConfig
+from pellucid.config.schema.sharding import MEGATRON, MegatronConfig
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class CriticConfig(TrainedConfig):
 
     model: CriticModelConfig = option(CriticModelConfig, follows=("actor_rollout_ref.model", LoadingConfig))
     """The critic's model."""
+    megatron: MegatronConfig = option(
+        MegatronConfig, needs=MEGATRON, follows=("actor_rollout_ref.actor.megatron", MegatronConfig)
+    )
+    """How the value model is spread over its ranks by megatron-core; what is not set here follows the actor."""
     cliprange_value: Annotated[float, Range(gt=0)] = 0.5
     """How far a new value may move from the old one before the loss stops following it."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))

@@ -17,6 +17,7 @@ from pellucid.config.schema.model import ModelConfig, SftModelConfig
 from pellucid.config.schema.profiler import PROFILED_SECTIONS, GlobalProfilerConfig, ProfilerConfig
 from pellucid.config.schema.reward_model import RewardConfig
 from pellucid.config.schema.rollout import RolloutConfig
+from pellucid.config.schema.sharding import RefMegatronConfig
 from pellucid.config.schema.trainer import CRITIC, SftTrainerConfig, TrainerConfig
 
 
@@ -63,8 +64,30 @@ class RunConfig:
         own = (count for name, count in self.trainer.resource_pools.items() if name == role)
         return next(own, self.num_ranks)
 
+    @property
+    def uses_megatron(self) -> bool:
+        """Whether megatron-core is the training engine."""
+        return self.actor_rollout_ref.actor.strategy == "megatron"
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 is the training engine."""
+        return not self.uses_megatron
+
+    def megatron(self, role: str) -> RefMegatronConfig:
+        """Return how megatron-core spreads a role's model; a reward model follows the actor."""
+        policy = self.actor_rollout_ref
+        own: dict[str, RefMegatronConfig] = {"ref": policy.ref.megatron, "critic": self.critic.megatron}
+        return own.get(role, policy.actor.megatron)
+
+    def data_ranks(self, role: str) -> int:
+        """Return how many parts a role's batches are cut into for its ranks."""
+        return self.pool_ranks(role) // (self.megatron(role).batch_ranks if self.uses_megatron else 1)
+
     def copy_ranks(self, role: str) -> int:
         """Return how many of a role's ranks hold one copy of its model between them."""
+        if self.uses_megatron:
+            return self.megatron(role).copy_ranks
         spread = ("actor", "ref", "critic")
         size = attrgetter(f"{PROFILED_SECTIONS[role]}.fsdp_config.fsdp_size")(self) if role in spread else -1
         return self.pool_ranks(role) if size == -1 else size

@@ -16,7 +16,7 @@ from pellucid.config.convert import NoEffectError, defaults_tree, flat_hints, hi
 from pellucid.config.fields import Needs, yaml_word
 from pellucid.config.schema import RunConfig, SftConfig
 from pellucid.config.trees import follow, get, has_link
-from pellucid.config.validate import correction, profiling, ranks, steps
+from pellucid.config.validate import correction, megatron, profiling, ranks, steps
 from pellucid.errors import UserError
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -35,7 +35,7 @@ def validate(config: RunConfig | SftConfig) -> list[str]:
     if isinstance(config, SftConfig):
         raise_all([*steps.sft_mistakes(config), *_without_effect(config, changed)])
         return []
-    rules = (ranks.mistakes, steps.mistakes, correction.mistakes, profiling.mistakes)
+    rules = (ranks.mistakes, megatron.mistakes, steps.mistakes, correction.mistakes, profiling.mistakes)
     found = [error for rule in rules for error in rule(config)]
     distinct: list[UserError] = []
     for error in [*found, *_without_effect(config, changed)]:  # keys that follow another one repeat its mistake

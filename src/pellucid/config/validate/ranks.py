@@ -45,11 +45,12 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
             reason = f"the role cannot have ranks of its own: {absent[role]}."
             yield UserError(f"trainer.resource_pools.{role}", reason, "Remove it.")
     lab = config.actor_rollout_ref.rollout.simulate_mismatch
-    copied = trainer.placement == "ray" or config.actor_rollout_ref.actor.fsdp_config.param_offload
+    actor = config.actor_rollout_ref.actor
+    copied = trainer.placement == "ray" or actor.fsdp_config.param_offload or config.uses_megatron
     for key, value in vars(lab).items() if copied else ():
         if value:
             reason = f"{value} is simulated only where one process samples from the trained weights themselves."
-            remedy = "Set trainer.placement: local and the actor's param_offload: false, or remove the key."
+            remedy = "Set trainer.placement: local, strategy: fsdp2 and its param_offload: false, or remove the key."
             yield UserError(f"actor_rollout_ref.rollout.simulate_mismatch.{key}", reason, remedy)
 
 
@@ -111,6 +112,8 @@ def absent_roles(config: RunConfig) -> dict[str, str]:
 def _copies(config: RunConfig) -> Iterator[UserError]:
     """Yield a mistake for each model whose copies do not fill its ranks."""
     policy = config.actor_rollout_ref
+    if config.uses_megatron:
+        return
     models: dict[str, RefFsdpConfig] = {"actor": policy.actor.fsdp_config}
     if config.has_own_reference:
         models["ref"] = policy.ref.fsdp_config

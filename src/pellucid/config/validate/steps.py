@@ -165,7 +165,7 @@ def _loss(config: RunConfig) -> Iterator[UserError]:
 def _update(section: str, part: ActorConfig | CriticConfig, config: RunConfig, role: str) -> Iterator[UserError]:
     """Yield the mistakes in how a step is cut into optimizer steps, these over ranks, and each share into passes."""
     prompts, mini, n = config.data.train_batch_size, part.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n
-    ranks, key = config.pool_ranks(role), f"{section}.ppo_mini_batch_size"
+    ranks, key = config.data_ranks(role), f"{section}.ppo_mini_batch_size"
     size_key, size = f"{section}.ppo_micro_batch_size_per_gpu", part.ppo_micro_batch_size_per_gpu
     yield from _micro_batches(size_key, size, part.use_dynamic_bsz)
     if part.use_dynamic_bsz:

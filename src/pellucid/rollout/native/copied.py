@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from pellucid.rollout.requests import WeightUpdate
 from pellucid.rollout.transports import BUCKET_BYTES, Verify, is_verified, load_buckets
 from pellucid.training.common.models import autocast, model_tensors
-from pellucid.training.fsdp import FsdpEngine
+from pellucid.training.protocol import TrainingEngine
 
 
 class CopiedPolicy:
@@ -43,7 +43,7 @@ class CopiedPolicy:
 class GatheredPolicy(CopiedPolicy):
     """A whole copy of a sharded policy on each rank."""
 
-    def __init__(self, engine: FsdpEngine, model: PreTrainedModel, verify: Verify = "first") -> None:
+    def __init__(self, engine: TrainingEngine, model: PreTrainedModel, verify: Verify = "first") -> None:
         """Take over `model`, a plain copy of the weights that `engine` holds sharded at this moment.
 
         `verify` says which updates have their digests recomputed over the copy.

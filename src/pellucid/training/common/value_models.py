@@ -56,19 +56,29 @@ def load_value_model(
         UserError: `field` names a classifier of several labels, or a model that the packed path does not compute.
     """
     config = read_config(path, override_config, trust_remote_code=trust_remote_code, field=field)
-    architecture = (config.architectures or [""])[0]
-    classifier = next((kind for ending, kind in _CLASSIFIERS.items() if architecture.endswith(ending)), None)
-    if classifier is None and field == REWARD_MODEL:
-        raise UserError(field, f"'{path}' ({architecture}) has no scalar head, so it scores nothing.", _ACCEPTED)
+    classifier = value_head_class(path, config, field)
     auto_class = classifier or AutoModelForCausalLM
     model, loading = read_model(path, config, auto_class, trust_remote_code=trust_remote_code, field=field)
     check_complete(path, loading, field)
     if classifier is None:
         check_head(model, field)
         _set_zero_head(model)
-    elif (labels := model.config.num_labels) != 1:
-        raise UserError(field, f"'{path}' is a classifier of {labels} labels, not of one.", _ACCEPTED)
     return prepare_model(model, device, gradient_checkpointing=gradient_checkpointing, field=field)
+
+
+def value_head_class(path: str, config: PretrainedConfig, field: str) -> Any:
+    """Return the auto class of a classifier with one label, or None of a causal LM, whose head is to be replaced.
+
+    Raises:
+        UserError: it is a classifier of several labels; or a reward model, and no classifier.
+    """
+    architecture = (config.architectures or [""])[0]
+    classifier = next((kind for ending, kind in _CLASSIFIERS.items() if architecture.endswith(ending)), None)
+    if classifier is None and field == REWARD_MODEL:
+        raise UserError(field, f"'{path}' ({architecture}) has no scalar head, so it scores nothing.", _ACCEPTED)
+    if classifier is not None and config.num_labels != 1:
+        raise UserError(field, f"'{path}' is a classifier of {config.num_labels} labels, not of one.", _ACCEPTED)
+    return classifier
 
 
 def load_reward_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -6,6 +6,7 @@ Heads and losses are those of the other engines: they run where the last stage's
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Training:
     betas: tuple[float, float]
     grad_clip: float
     offload: bool = False
-    """Keep the optimizer's state in CPU memory, and step there."""
+    """Keep the optimizer's state in CPU memory between its steps."""
 
 
 class MegatronEngine:
@@ -68,12 +69,14 @@ class MegatronEngine:
         layout: MegatronLayout,
         *,
         scalar: bool = False,
+        offload: bool = False,
         balance_ranks: bool = True,
         probe: Probe = NO_PROBE,
     ) -> None:
         """Take over this rank's `chunks`, filled with the weights of a model with the Hugging Face config `model`.
 
-        `scalar`: it is a value model. `balance_ranks` gives data-parallel ranks about as many tokens each.
+        `scalar`: it is a value model. `offload` keeps weights and gradients in CPU memory between passes.
+        `balance_ranks` gives data-parallel ranks about as many tokens each.
         """
         self.layout, self.device, self.dtype = layout, layout.device, config.params_dtype
         self.micro_batching, self._scalar, self._hf_config = micro_batching, scalar, model
@@ -86,7 +89,9 @@ class MegatronEngine:
         self._run_chunks: list[Any] = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
         if training is not None:
             self._prepare_training(training)
+        self._offload = offload and self.device.type != "cpu"
         self._num_parameters = self._count_parameters()
+        self._leave_device()
 
     def _prepare_training(self, training: Training) -> None:
         with megatron_calls(self.device):
@@ -105,7 +110,6 @@ class MegatronEngine:
                 params_dtype=self.dtype,
                 bf16=self._config.bf16,
                 use_distributed_optimizer=True,
-                optimizer_cpu_offload=training.offload and self.device.type != "cpu",
             )
             # No overrides: every parameter decays, as under the other strategies.
             self._optimizer = get_megatron_optimizer(options, self._run_chunks, config_overrides={})
@@ -118,7 +122,7 @@ class MegatronEngine:
         """Return the parameters of the whole model, as many as its Hugging Face form has."""
         names = set()
         total = 0
-        for name, tensor in hf_tensors(self._chunks, self._shapes, scalar=self._scalar):
+        for name, tensor in self._hf_tensors():
             total += tensor.numel() if name not in names else 0
             names.add(name)
         return total
@@ -133,7 +137,7 @@ class MegatronEngine:
     ) -> TokenScores:
         """Compute the head's results for the responses, without gradient."""
         whole = self._mini_batch(sequences, head)
-        with torch.no_grad():
+        with torch.no_grad(), self._on_device():
             self._run_schedule(whole, head, None, on_done)
         whole.add_up(self.layout.sum)
         self.flops += 2.0 * self._num_parameters * whole.scores.num_input_tokens
@@ -143,7 +147,7 @@ class MegatronEngine:
         self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, *, on_done: Progress | None = None
     ) -> UpdateResult:
         """Accumulate the gradient of the mini-batch over the pipeline's micro-batches, and apply one optimizer step."""
-        with self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):
+        with self._on_device(), self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):
             return self._train_mini_batch(sequences, head, loss, on_done)
 
     def _train_mini_batch(
@@ -165,7 +169,9 @@ class MegatronEngine:
             lr = self._training.schedule.lr_at(self.num_steps)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
+            self._move_optimizer(self.device)
             self._optimizer.step()
+            self._move_optimizer(torch.device("cpu"))
             self.num_steps += 1
             weight_norm = self._weight_norm()
             if not math.isfinite(weight_norm):
@@ -174,6 +180,40 @@ class MegatronEngine:
         self.version += 1
         balance = measure_balance(sequences, whole.shares) if len(whole.shares) > 1 else None
         return UpdateResult(whole.scores, total, grad_norm, lr, balance)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Bring weights, and room for gradients, to the device while something runs."""
+        for chunk in self._run_chunks if self._offload else ():
+            if self._optimizer is None:
+                chunk.to(self.device)
+            else:
+                for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                    buffer.reload_from_cpu()
+        try:
+            yield
+        finally:
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        for chunk in self._run_chunks if self._offload else ():
+            if self._optimizer is None:
+                chunk.to("cpu")
+            else:
+                for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                    buffer.offload_to_cpu()
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        """Move the optimizer's moments, and the float32 weights that it has beside bfloat16 ones."""
+        assert self._training is not None
+        if not self._training.offload or self.device.type == "cpu":
+            return
+        for part in self._optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups if self._config.bf16 else ():
+                for parameter in group["params"]:
+                    parameter.data = parameter.data.to(device)
+            for state in part.optimizer.state.values():
+                state |= {name: value.to(device) for name, value in state.items() if name != "step"}
 
     def _mini_batch(self, sequences: list[TokenSequence], head: TokenHead) -> MiniBatch:
         over = {"rank": self.layout.data_rank, "num_ranks": self.layout.num_data_ranks}
@@ -323,7 +363,7 @@ class MegatronEngine:
         """Return the final hidden states [M, H] that predict the response tokens, without gradient; without a pipeline
         and context ranks, which the config's rules see to.
         """
-        with megatron_calls(self.device):
+        with self._on_device(), megatron_calls(self.device):
             return self._pass(self._run_chunks[0], inputs)[0, inputs.predict_index]
 
     @torch.no_grad()
@@ -356,13 +396,14 @@ class MegatronEngine:
 
     def start_saving(self, folder: Path, contents: Sequence[str]) -> Callable[[], None]:
         """Save in the background; returns a function, for every rank to call, that waits until all of it is written."""
-        with megatron_calls(self.device):
-            state = self._state(contents, loading=False)
-        return start_writing(state, folder, self.device)
+        with self._on_device():
+            with megatron_calls(self.device):
+                state = self._state(contents, loading=False)
+            return start_writing(state, folder, self.device)
 
     def save_hf(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write a folder that transformers loads, file by file; every rank calls it, and rank 0 writes."""
-        tensors = hf_tensors(self._chunks, self._shapes, scalar=self._scalar)
+        tensors = self._hf_tensors()
         if self.layout.rank == 0:
             write_model_folder(self._hf_config, tokenizer, folder, tensors)
         else:
@@ -375,7 +416,7 @@ class MegatronEngine:
         Raises:
             UserError: a part is not there, or its model is another.
         """
-        with megatron_calls(self.device):
+        with self._on_device(), megatron_calls(self.device):
             state = read(self._state(contents, loading=True), folder)
             if "model" in contents:
                 for index, chunk in enumerate(self._chunks):
@@ -388,9 +429,16 @@ class MegatronEngine:
                 if "optimizer" in contents:
                     self.num_steps, self.version = num_steps, version
 
-    def weights(self, bucket_bytes: int, *, digests: bool = True) -> Iterator[WeightBucket]:
-        """Yield the trained weights under their Hugging Face names, gathered tensor by tensor; every rank takes all."""
-        return in_buckets(hf_tensors(self._chunks, self._shapes, scalar=self._scalar), bucket_bytes, digests=digests)
+    def weights(self, bucket_bytes: int, *, digests: bool = True, merged: bool = False) -> Iterator[WeightBucket]:
+        """Yield the trained weights under their Hugging Face names, gathered tensor by tensor; every rank takes all.
+
+        There are no adapters that could be `merged`.
+        """
+        return in_buckets(self._hf_tensors(), bucket_bytes, digests=digests)
+
+    def _hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._on_device():
+            yield from hf_tensors(self._chunks, self._shapes, scalar=self._scalar)
 
 
 def load_engine(
@@ -404,6 +452,7 @@ def load_engine(
     field: str,
     scalar: bool = False,
     recompute: bool = False,
+    sequence_parallel: bool = True,
     overrides: dict[str, Any] | None = None,
     **options: Any,
 ) -> MegatronEngine:
@@ -419,6 +468,7 @@ def load_engine(
         field: the config key that names the model, for errors.
         scalar: make a value model of it: of a classifier with its head, of a causal LM with a head of zeros.
         recompute: drop the activations within layers, and compute them again in the backward pass.
+        sequence_parallel: divide tokens between tensor-parallel ranks outside of attention and MLP.
         overrides: of the fields of megatron-core's `TransformerConfig`.
         options: as `MegatronEngine` takes them.
 
@@ -427,7 +477,8 @@ def load_engine(
     """
     check_architecture(model, field)
     with open_weights(folder, field) as source, megatron_calls(layout.device):
-        config = chunk_config(model, layout, dtype, recompute=recompute, overrides=overrides or {})
+        given = {"sequence_parallel": sequence_parallel and layout.sizes.tensor > 1} | (overrides or {})
+        config = chunk_config(model, layout, dtype, recompute=recompute, overrides=given)
         classifier = "score.weight" in source
         chunks = make_chunks(model, config, layout, scalar=scalar, scalar_bias="score.bias" in source)
         read_weights(chunks, source, Shapes.of(model), scalar=scalar, missing_head=not classifier)
