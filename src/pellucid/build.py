@@ -12,10 +12,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pellucid import devices
 from pellucid.algo.advantages import Estimator
 from pellucid.algo.catalog import ESTIMATORS, POLICY_LOSSES, REINFORCE, load
 from pellucid.algo.policy_loss import PolicyLoss
-from pellucid.config import RunConfig
+from pellucid.config import RunConfig, read_model_facts
+from pellucid.config.convert import raise_all
+from pellucid.config.validate.megatron import model_mistakes
 from pellucid.console import notice
 from pellucid.engine_maker import Compute, EngineMaker, reward_cut
 from pellucid.engines import check_engine, make_local_replicas, make_native_engine
@@ -32,8 +35,9 @@ from pellucid.rollout.requests import RolloutEngine
 from pellucid.stages import ROLE_OF, Stage
 from pellucid.training.common.logprobs import compiling_pays
 from pellucid.training.common.lora import require_peft
-from pellucid.training.common.models import load_tokenizer, model_folder, read_config
+from pellucid.training.common.models import POLICY, load_tokenizer, model_folder, read_config
 from pellucid.training.common.value_models import CRITIC, REWARD_MODEL, max_positions
+from pellucid.training.megatron.architectures import check_architecture, import_adaptor, require_megatron
 from pellucid.training.protocol import TrainingEngine
 
 RoleName = Literal["actor", "rollout", "ref", "critic", "reward_model"]
@@ -81,6 +85,25 @@ def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         _check_critic(config, tokenizer)
     if config.reward_model.enable:
         _check_reward_model(config, tokenizer)
+    if config.uses_megatron:
+        _check_megatron(config)
+
+
+def _check_megatron(config: RunConfig) -> None:
+    """Check that megatron-core is there and computes all models, divided as the config says."""
+    require_megatron(devices.choose_device(config.trainer.device))
+    policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward_model.model
+    models = [("actor", POLICY, policy.path, policy.override_config, policy.trust_remote_code)]
+    if config.has_critic:
+        models.append(("critic", CRITIC, critic.path, critic.override_config, critic.trust_remote_code))
+    if config.reward_model.enable:
+        assert reward.path is not None
+        models.append(("reward_model", REWARD_MODEL, reward.path, {}, reward.trust_remote_code))
+    for role, field, path, overrides, trusted in models:
+        check_architecture(read_config(path, overrides, trust_remote_code=trusted, field=field), field)
+        if (facts := read_model_facts(path)) is not None:
+            section = "critic" if role == "critic" else "actor_rollout_ref.actor"
+            raise_all(list(model_mistakes(f"{section}.megatron", config.megatron(role), facts)))
 
 
 def _check_critic(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -233,6 +256,7 @@ def make_roles(
 def _engine_maker(config: RunConfig, compute: Compute, first_role: str) -> EngineMaker:
     """Return what makes the engines of the run's strategy; `first_role` is one that this process has."""
     if config.uses_megatron:
+        import_adaptor(compute.device)  # before anything imports megatron-core
         from pellucid.megatron_engines import MegatronEngines
 
         return MegatronEngines(config, compute, first_role)

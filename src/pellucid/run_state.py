@@ -16,7 +16,7 @@ from pellucid.files.checkpoint_store import CheckpointStore
 from pellucid.rollout.requests import WeightUpdate, run_sync
 from pellucid.run import Run
 from pellucid.stages import Stage
-from pellucid.training.protocol import MODEL_FILE, OPTIMIZER_FILE, SHARDS
+from pellucid.training.protocol import MEGATRON_SHARDS, MODEL_FILE, OPTIMIZER_FILE, SHARDS
 
 STATE_FILE, HF_FOLDER, CRITIC_FOLDER = "trainer_state.json", "hf_model", "critic"
 CONFIG_FILE = "trained_with.yaml"
@@ -113,8 +113,17 @@ def _check_contents(config: RunConfig, checkpoint: Path) -> None:
     """
     field = "actor_rollout_ref.actor.checkpoint.load_contents"
     contents = config.actor_rollout_ref.actor.checkpoint.load_contents
+    if (checkpoint / MEGATRON_SHARDS).is_dir() != config.uses_megatron:
+        other, run = "fsdp2" if config.uses_megatron else "megatron", checkpoint.parent.parent
+        reason = f"is {config.actor_rollout_ref.actor.strategy}, and '{checkpoint}' was written by {other}."
+        remedy = (
+            f"Set it to {other}; or go on from its weights alone: pellucid export {checkpoint} --out FOLDER, then train "
+            f"in another folder than {run} with actor_rollout_ref.model.path=FOLDER."
+        )
+        raise UserError("actor_rollout_ref.actor.strategy", reason, remedy)
     # Shards hold model and optimizer; that they lack one of them shows when they are read.
-    files = {"model": (MODEL_FILE, SHARDS), "optimizer": (OPTIMIZER_FILE, SHARDS), "extra": (STATE_FILE,)}
+    model, optimizer = (MODEL_FILE, SHARDS, MEGATRON_SHARDS), (OPTIMIZER_FILE, SHARDS, MEGATRON_SHARDS)
+    files = {"model": model, "optimizer": optimizer, "extra": (STATE_FILE,)}
     for part, names in files.items():
         if part not in contents:
             exported = checkpoint / HF_FOLDER

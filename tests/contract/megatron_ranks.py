@@ -135,3 +135,18 @@ def export(spread: Spread, folder: Path) -> None:
 
     engine = make_engine(spread)
     engine.save_hf(load_tokenizer("builtin"), folder)
+
+
+def loaded_into_transformers(folder: Path, checkpoint: Path, role: str) -> State:
+    """Return the weights of a transformers model of `folder`, filled from a checkpoint, by their names in files."""
+    from megatron.core import parallel_state
+
+    from pellucid.training.checkpoint import load_trained_weights
+    from pellucid.training.common.models import file_tensors, load_model, model_tensors
+    from pellucid.training.common.value_models import load_value_model
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    model = (load_value_model if role == "critic" else load_model)(str(folder), device=CPU)
+    load_trained_weights(model, checkpoint)
+    return {name: tensor.detach().clone() for name, tensor in file_tensors(model, model_tensors(model).items())}

@@ -15,7 +15,6 @@ from pellucid.config.memory import WIDTHS, Memory, adapter_size, estimate, role_
 from pellucid.config.model_facts import ModelFacts
 from pellucid.config.schema import RunConfig
 from pellucid.config.schema.algorithm import AlgorithmConfig
-from pellucid.config.validate.megatron import check_model
 from pellucid.errors import UserError
 
 
@@ -77,7 +76,6 @@ def build_plan(config: RunConfig, num_train_prompts: int, model: ModelFacts | No
         field = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         raise UserError(field, reason, f"Set it to a divisor, e.g. {math.gcd(size, model.num_kv_heads)}.")
     if model is not None:
-        check_model(config, model)
         _check_caches(config, model)
     longest = data.max_prompt_length + data.max_response_length
     share = math.ceil(mini * config.actor_rollout_ref.rollout.n / config.data_ranks("actor"))
@@ -119,14 +117,14 @@ def _check_caches(config: RunConfig, model: ModelFacts) -> None:
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return label and sentence for each line of the printed plan; what is not known or switched off has none."""
-    config, model, num_ranks = plan.config, plan.model, plan.config.num_ranks
+    config, model, data_ranks = plan.config, plan.model, plan.config.data_ranks("actor")
     data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     prompts, longest = data.train_batch_size, data.max_prompt_length + data.max_response_length
     left_over = plan.num_train_prompts - plan.steps_per_epoch * prompts
     over = f" ({left_over} prompts left over in each)" if left_over else ""
     passes = f" × {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else ""
-    spread = f" ÷ {num_ranks} ranks" if num_ranks > 1 else ""
-    most, each = "at most " * actor.use_dynamic_bsz, " a rank" * (num_ranks > 1)
+    spread = f" ÷ {data_ranks} {'data ' * config.uses_megatron}ranks" if data_ranks > 1 else ""
+    most, each = "at most " * actor.use_dynamic_bsz, " a rank" * (config.num_ranks > 1)
     loss = "reinforce" if config.algorithm.loss_type == "reinforce" else actor.policy_loss.loss_mode
     shape = ""
     if model is not None:
@@ -171,8 +169,26 @@ def _ranks(plan: Plan) -> str:
         return f"1 process, {how}"
     num_copies = config.num_ranks // config.copy_ranks("actor")
     copies = f"{num_copies} copies of the model" if num_copies > 1 else "one copy of the model"
+    copies = _layout(config) if config.uses_megatron else copies
     text = f"{counted(config.num_ranks, 'rank')} on {counted(trainer.nnodes, 'machine')}, {how}: {copies}"
     return "; ".join([text, *(f"{role} on {count} of its own" for role, count in trainer.resource_pools.items())])
+
+
+def _layout(config: RunConfig) -> str:
+    """Return what the ranks of the actor are divided into under megatron-core."""
+    layout = config.megatron("actor")
+    sizes = {
+        "tensor": layout.tensor_model_parallel_size,
+        "pipeline": layout.pipeline_model_parallel_size,
+        "context": layout.context_parallel_size,
+        "data": config.data_ranks("actor"),
+    }
+    text = " × ".join(f"{number} {name}" for name, number in sizes.items() if number > 1) or "one rank"
+    if chunks := layout.virtual_pipeline_model_parallel_size:
+        text += f", {chunks} chunks a stage"
+    if layout.expert_model_parallel_size > 1:
+        text += f"; experts over {layout.expert_model_parallel_size}"
+    return text
 
 
 def _replicas(config: RunConfig) -> str:

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from pellucid.errors import UserError
 from pellucid.threads import start_beside
 from pellucid.training.common.models import check_same_tensors, model_tensors
-from pellucid.training.protocol import MODEL_FILE, OPTIMIZER_FILE, SHARDS
+from pellucid.training.megatron.architectures import require_megatron
+from pellucid.training.protocol import MEGATRON_SHARDS, MODEL_FILE, OPTIMIZER_FILE, SHARDS
 
 if TYPE_CHECKING:  # a run in one process does without the second that importing it takes
     from torch.distributed import ProcessGroup
@@ -99,6 +100,12 @@ def load_trained_weights(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         UserError: the checkpoint's tensors are not this model's, or it was saved without weights.
     """
+    if (folder / MEGATRON_SHARDS).is_dir():
+        require_megatron(torch.device("cpu"))
+        from pellucid.training.megatron.megatron_engine import load_into
+
+        load_into(model, folder)
+        return
     if "model" not in stored_shapes(folder):
         reason = "this checkpoint holds no weights: 'model' was not in checkpoint.save_contents."
         raise UserError(str(folder), reason, "Give a checkpoint that was saved with them.")

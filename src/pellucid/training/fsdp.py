@@ -21,7 +21,7 @@ from pellucid.training.common.balance import measure_balance
 from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.lora import base_weights, merged_tensors, state_tensors
 from pellucid.training.common.mini_batch import MicroBatch, MicroBatching, MiniBatch
-from pellucid.training.common.models import autocast, model_tensors, output_head, save_hf_model
+from pellucid.training.common.models import autocast, file_tensors, model_tensors, output_head, save_hf_model
 from pellucid.training.common.optimizer import ScheduledAdamW
 from pellucid.training.common.packing import ModelInput, TokenSequence
 from pellucid.training.protocol import (
@@ -229,7 +229,7 @@ class FsdpEngine:
             return in_buckets(self.merged_weights().items(), bucket_bytes, digests=digests)
         whole = (lambda tensor: tensor) if self.sharding is None else self.sharding.whole
         tensors = ((name, whole(tensor)) for name, tensor in self._tensors().items())
-        return in_buckets(tensors, bucket_bytes, digests=digests)
+        return in_buckets(file_tensors(self.model, tensors), bucket_bytes, digests=digests)
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         """Restore the asked-for parts from `folder`.

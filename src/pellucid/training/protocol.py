@@ -16,7 +16,9 @@ from pellucid.training.common.logprobs import VocabularyShard
 from pellucid.training.common.packing import ModelInput, TokenSequence
 
 MODEL_FILE, OPTIMIZER_FILE, SHARDS = "model.safetensors", "optimizer.safetensors", "sharded"
-"""What a checkpoint holds: the files of one process, or the folder of several."""
+"""What a checkpoint of FSDP2 holds: the files of one process, or the folder of several."""
+MEGATRON_SHARDS = "megatron"
+"""The folder of a checkpoint that megatron-core wrote."""
 Progress = Callable[[int], None]
 """Called with the number of sequences just finished, on each rank with those of its share."""
 

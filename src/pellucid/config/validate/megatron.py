@@ -1,13 +1,12 @@
 """Rules on strategy megatron: layouts that do not come out with the ranks, with the other roles, or with the model.
 
-`validate` in the package calls `mistakes`; `plan.py` calls `check_model`, which needs the model's shape.
+`validate` in the package calls `mistakes`; `model_mistakes` needs a model's shape, and is called by who has read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pellucid.config.convert import raise_all
 from pellucid.config.fields import yaml_word
 from pellucid.config.model_facts import ModelFacts
 from pellucid.config.schema import RunConfig
@@ -92,16 +91,6 @@ def _layout(config: RunConfig, role: str) -> Iterator[UserError]:
     if not layout.sequence_parallel and experts > 1 and tensor > 1:
         reason = "megatron-core divides experts and matrices both only where tokens are divided, too."
         yield UserError(f"{section}.sequence_parallel", reason, "Set it to true.")
-
-
-def check_model(config: RunConfig, model: ModelFacts) -> None:
-    """Check that the policy's model can be divided as its layout says.
-
-    Raises:
-        UserError: it cannot; the arithmetic is spelled out (`ConfigError` for several).
-    """
-    if config.uses_megatron:
-        raise_all(list(model_mistakes(f"{_ACTOR}.megatron", config.actor_rollout_ref.actor.megatron, model)))
 
 
 def model_mistakes(section: str, layout: RefMegatronConfig, model: ModelFacts) -> Iterator[UserError]:

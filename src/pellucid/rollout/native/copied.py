@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pellucid.rollout.requests import WeightUpdate
 from pellucid.rollout.transports import BUCKET_BYTES, Verify, is_verified, load_buckets
-from pellucid.training.common.models import autocast, model_tensors
+from pellucid.training.common.models import autocast, file_tensors, model_tensors
 from pellucid.training.protocol import TrainingEngine
 
 
@@ -32,8 +32,11 @@ class CopiedPolicy:
             WeightsDifferError: a tensor of the copy is not what was sent.
         """
         assert update.handle is not None, "a copy gets its weights through a transport"
-        load_buckets(update.handle.buckets(self._maps), model_tensors(self.model), verify=update.verify)
+        load_buckets(update.handle.buckets(self._maps), self._tensors(), verify=update.verify)
         self.version = update.version
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return dict(file_tensors(self.model, model_tensors(self.model).items()))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model computes."""
@@ -60,6 +63,6 @@ class GatheredPolicy(CopiedPolicy):
             WeightsDifferError: a tensor of the copy is not what was gathered.
         """
         verify = is_verified(self._verify, self._num_updates)
-        load_buckets(self._engine.weights(BUCKET_BYTES, digests=verify), model_tensors(self.model), verify=verify)
+        load_buckets(self._engine.weights(BUCKET_BYTES, digests=verify), self._tensors(), verify=verify)
         self.version = update.version
         self._num_updates += 1

@@ -4,7 +4,7 @@ A model is named by a folder, a hub id, or `builtin` (the one shipped in the pac
 run in bf16 computes under autocast, so that small updates are never rounded away.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -299,6 +299,25 @@ def model_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     With LoRA only the adapters: the base is the frozen model folder.
     """
     return adapter_tensors(model) if has_lora(model) else merged_tensors(model)
+
+
+def file_tensors(
+    model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors under the names that model files and rollout engines have, as views: experts one by one.
+
+    transformers keeps all experts of a layer in two tensors, `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I].
+    """
+    apart = model.config.model_type in ("qwen2_moe", "qwen3_moe")
+    for name, tensor in tensors:
+        layer, inside, kind = name.rpartition(".experts.")
+        if not inside or not apart:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = zip(("gate_proj", "up_proj"), expert.chunk(2)) if kind == "gate_up_proj" else ((kind, expert),)
+            for part, weight in parts:
+                yield f"{layer}.experts.{number}.{part}.weight", weight
 
 
 def check_same_tensors(stored: dict[str, torch.Size], own: dict[str, torch.Size], checkpoint: Path) -> None:

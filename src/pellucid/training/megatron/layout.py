@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from pellucid.errors import MissingExtraError
 from pellucid.training.megatron.cpu_adapter import megatron_calls
 
 Item = TypeVar("Item")
@@ -38,14 +38,7 @@ class MegatronLayout:
     """The place of this rank, and what it asks of other ranks. All methods but properties are collective."""
 
     def __init__(self, sizes: ParallelSizes, device: torch.device) -> None:
-        """Join the process groups of `sizes`, over the default process group that this process has joined.
-
-        Raises:
-            MissingExtraError: megatron-core is not installed.
-        """
-        require_megatron()
-        from megatron.core import parallel_state
-
+        """Join the process groups of `sizes`, over the default process group that this process has joined."""
         self.sizes, self.device = sizes, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         if not parallel_state.model_parallel_is_initialized():
@@ -104,15 +97,3 @@ class MegatronLayout:
         items: list[Item | None] = [None] * self.num_ranks
         dist.all_gather_object(items, item)
         return next((found for found in items if found is not None), None)
-
-
-def require_megatron() -> None:
-    """Check that megatron-core can be imported.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        import megatron.core  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("actor_rollout_ref.actor.strategy", "megatron", "megatron-core") from error

@@ -18,7 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.stages import NO_PROBE, Probe, Unit
@@ -26,12 +26,14 @@ from pellucid.training.common.balance import measure_balance
 from pellucid.training.common.buckets import in_buckets
 from pellucid.training.common.logprobs import VocabularyShard
 from pellucid.training.common.mini_batch import MicroBatch, MicroBatching, MiniBatch
+from pellucid.training.common.models import file_tensors, model_tensors, output_head
 from pellucid.training.common.optimizer import Schedule
 from pellucid.training.common.packing import ModelInput, TokenSequence
+from pellucid.training.megatron.architectures import check_architecture
 from pellucid.training.megatron.conversion import Shapes, hf_tensors, open_weights, read_weights, write_model_folder
 from pellucid.training.megatron.cpu_adapter import megatron_calls
-from pellucid.training.megatron.layout import MegatronLayout
-from pellucid.training.megatron.model_chunks import Pack, check_architecture, chunk_config, make_chunks
+from pellucid.training.megatron.layout import MegatronLayout, ParallelSizes
+from pellucid.training.megatron.model_chunks import Pack, chunk_config, make_chunks
 from pellucid.training.megatron.sharded_state import load_optimizer_state, optimizer_state, read, start_writing
 from pellucid.training.protocol import (
     LossFunction,
@@ -42,6 +44,7 @@ from pellucid.training.protocol import (
     UpdateResult,
     WeightBucket,
 )
+from pellucid.training.sharding import join_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +486,28 @@ def load_engine(
         chunks = make_chunks(model, config, layout, scalar=scalar, scalar_bias="score.bias" in source)
         read_weights(chunks, source, Shapes.of(model), scalar=scalar, missing_head=not classifier)
     return MegatronEngine(chunks, model, config, training, micro_batching, layout, scalar=scalar, **options)
+
+
+@torch.no_grad()
+def load_into(model: PreTrainedModel, folder: Path) -> None:
+    """Fill a transformers model with the weights of a checkpoint that any layout wrote; this process is no rank.
+
+    Raises:
+        UserError: the checkpoint is of another model, or of another strategy.
+    """
+    cpu = torch.device("cpu")
+    join_alone(cpu)
+    layout, head = MegatronLayout(ParallelSizes(), cpu), output_head(model)
+    scalar = head.out_features == 1
+    with megatron_calls(cpu):
+        config = chunk_config(model.config, layout, torch.float32, recompute=False, overrides={})
+        [chunk] = make_chunks(model.config, config, layout, scalar=scalar, scalar_bias=head.bias is not None)
+        state = read({"chunks": {"0": chunk.sharded_state_dict()}}, folder)
+        chunk.load_state_dict(state["chunks"]["0"])
+    own = dict(file_tensors(model, model_tensors(model).items()))
+    own |= {f"score.{name}": parameter for name, parameter in head.named_parameters() if scalar}
+    for name, tensor in hf_tensors([chunk], Shapes.of(model.config), scalar=scalar):
+        own[name].copy_(tensor)
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Any = None, **how: Any) -> None:

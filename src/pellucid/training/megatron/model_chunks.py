@@ -19,17 +19,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional as F
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pellucid.errors import UserError
 from pellucid.training.common.packing import ModelInput
+from pellucid.training.megatron.architectures import rope
 from pellucid.training.megatron.layout import MegatronLayout
 
 parallel_state: Any = core.parallel_state  # whose groups are typed as what they never are
 moe_utils.__dict__.setdefault("te_general_gemm", None)  # which it looks up and, without Transformer Engine, never sets
-
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types of transformers whose computation the chunks repeat."""
 
 
 @dataclass(slots=True)
@@ -88,7 +84,6 @@ def chunk_config(
         "context_parallel_size": sizes.context,
         "expert_model_parallel_size": sizes.expert,
         "expert_tensor_parallel_size": sizes.expert_tensor,
-        "sequence_parallel": sizes.tensor > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": bf16,
@@ -109,45 +104,6 @@ def chunk_config(
     if recompute:
         known |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(**known | overrides)
-
-
-def check_architecture(model: PretrainedConfig, field: str) -> None:
-    """Refuse a model whose computation the chunks do not repeat.
-
-    Raises:
-        UserError: naming `field`.
-    """
-    if model.model_type not in ARCHITECTURES:
-        reason = f"strategy megatron runs {', '.join(ARCHITECTURES)} models, and this one is a {model.model_type}."
-        raise UserError(field, reason, "Set actor_rollout_ref.actor.strategy: fsdp2, or use one of these.")
-    fields = model.to_dict()
-    unlike = {
-        "mlp_bias": fields.get("mlp_bias"),
-        "attention_bias": fields.get("attention_bias") and model.model_type != "qwen2",
-        "mlp_only_layers": fields.get("mlp_only_layers"),
-        "decoder_sparse_step": fields.get("decoder_sparse_step", 1) != 1,
-        "norm_topk_prob: false": model.model_type == "qwen3_moe" and not fields.get("norm_topk_prob"),
-        "hidden_act": fields.get("hidden_act", "silu") != "silu",
-        "partial_rotary_factor": (fields.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0,
-        "rope_parameters of yarn or longrope": _rope(model)[1] != 1.0,
-    }
-    found = [name for name, set_ in unlike.items() if set_]
-    if found:
-        reason = f"the model's config has {', '.join(found)}, which strategy megatron does not compute."
-        raise UserError(field, reason, "Set actor_rollout_ref.actor.strategy: fsdp2.")
-
-
-def _rope(model: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Return the inverse frequencies [D/2] of the positions, and what attention is scaled by."""
-    fields = model.to_dict()
-    rope = fields.get("rope_parameters") or {}
-    kind = rope.get("rope_type", "default")
-    if kind != "default":
-        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](model, torch.device("cpu"))
-        return frequencies, float(scale)
-    size = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    base = rope.get("rope_theta") or fields.get("rope_theta", 10000.0)
-    return 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size), 1.0
 
 
 class PackedNorm(torch.nn.RMSNorm):
@@ -219,7 +175,7 @@ class PackedPositions(torch.nn.Module):
 
     def __init__(self, model: PretrainedConfig, device: torch.device) -> None:
         super().__init__()
-        self._frequencies = _rope(model)[0].to(device)  # not a buffer, or it would be cast to bf16 with the model
+        self._frequencies = rope(model)[0].to(device)  # not a buffer, or it would be cast to bf16 with the model
 
     def get_rotary_seq_len(self, *args: Any) -> Pack:
         """Return the pack, which `forward` is then called with."""

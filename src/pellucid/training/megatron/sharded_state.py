@@ -23,9 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from pellucid.errors import UserError
 from pellucid.threads import start_beside
 from pellucid.training.megatron.cpu_adapter import megatron_calls
-
-FOLDER = "megatron"
-"""Below a checkpoint's folder, what one engine wrote."""
+from pellucid.training.protocol import MEGATRON_SHARDS
 
 
 class _Done:
@@ -51,7 +49,7 @@ def start_writing(state: dict[str, Any], folder: Path, device: torch.device) -> 
     Raises:
         OSError: by that function: a file could not be written, on whichever rank; all ranks raise it.
     """
-    place = folder / FOLDER
+    place = folder / MEGATRON_SHARDS
     if dist.get_rank() == 0:
         place.mkdir()
     dist.barrier()
@@ -181,15 +179,15 @@ def read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the folder holds no such checkpoint, or one of another model.
     """
-    if not (folder / FOLDER).is_dir():
+    if not (folder / MEGATRON_SHARDS).is_dir():
         reason = f"'{folder}' was not written by strategy megatron."
         remedy = (
-            "Export that run (pellucid export RUN --out FOLDER) and start from FOLDER, or resume with its own strategy."
+            "Export that run (pellucid export RUN --out MEGATRON_SHARDS) and start from MEGATRON_SHARDS, or resume with its own strategy."
         )
         raise UserError("trainer.resume_mode", reason, remedy)
     load: Any = dist_checkpointing.load
     try:
-        return load(state, str(folder / FOLDER))
+        return load(state, str(folder / MEGATRON_SHARDS))
     except (dist_checkpointing.core.CheckpointingException, CheckpointException) as error:
         cause = _first_cause(error) if isinstance(error, CheckpointException) else error
         if isinstance(cause, OSError):
