@@ -130,7 +130,11 @@ class Calls:
         """Return each entry's pass: native captures say where they begin; else it is the latest module's call."""
         if dump.about.backend == "native":
             starts = [one.first_entry for one in dump.about.passes]
-            return [max(bisect(starts, index) - 1, 0) for index in range(len(dump.entries))]
+            passes = [max(bisect(starts, index) - 1, 0) for index in range(len(dump.entries))]
+            for index, name in enumerate(self.names):  # in a pipeline other passes begin before this one runs backward
+                if name.direction == BACKWARD and (forward := self.forward_of(index)) is not None:
+                    passes[index] = passes[forward]
+            return passes
         passes, latest = [], 0
         for index, name in enumerate(self.names):
             module = index if name.is_module else self.module_round(index)

@@ -81,8 +81,8 @@ class NativeSession(Guarded):
         self._running: list[tuple[str, dict[str, Any]]] = []
         """Entry and inputs of each module that is running, outermost first."""
         self._num_calls: defaultdict[str, count[int]] = defaultdict(count)
-        self._forward_calls: defaultdict[str, list[str]] = defaultdict(list)
-        """Of each module, the backward calls that are still to come, the last first."""
+        self._forward_calls: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
+        """Of each module, the backward calls that are still to come, with their passes."""
         self._gradients: dict[str, Entry] = {}
         self._parameters: dict[str, dict[str, TensorStats]] = {}
         """Of each module that has its own, as of the last optimizer step."""
@@ -127,10 +127,12 @@ class NativeSession(Guarded):
         number = next(self._num_calls[prefix])
         self.recorder.add(f"{prefix}.forward.{number}", None, {"output": [self.recorder.measure(tensors)]})
         gradients: dict[str, TensorStats] = {}
+        index = self.recorder.current
 
         def hook(name: str, gradient: torch.Tensor | None) -> None:
             if gradient is None:  # nothing depends on it
                 return
+            self.recorder.current = index
             if not gradients:
                 self.recorder.add(f"{prefix}.backward.{number}", None, {"input": [gradients]})
             gradients[name] = self.recorder.leaf(gradient)
@@ -214,22 +216,31 @@ class NativeSession(Guarded):
         self.recorder.add(entry, self.inside(), groups)
         backward = entry.replace(f"{prefix}.forward.", f"{prefix}.backward.")
         learning = [value for value in outputs if isinstance(value, torch.Tensor) and value.requires_grad]
+        index = self.recorder.current
         if learning and _reads_once(module):
-            self._forward_calls[prefix].append(backward)
+            self._forward_calls[prefix].append((index, backward))
         elif learning:
-            hook = self.guarded(lambda of: self.recorder.add(backward, None, {"input": [self.recorder.leaf(of)]}))
-            self._keep(learning[0].register_hook(hook))
+            self._keep(learning[0].register_hook(self.guarded(partial(self._output_gradient, index, backward))))
+
+    def _output_gradient(self, index: int, entry: str, gradient: torch.Tensor) -> None:
+        self.recorder.current = index
+        self.recorder.add(entry, None, {"input": [self.recorder.leaf(gradient)]})
 
     def _backward(self, prefix: str, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> None:
         waiting = self._forward_calls[prefix]
+        entry = f"{prefix}.backward.0"
+        if waiting:  # a pipeline runs passes backward in their order; the calls within a pass run in the opposite one
+            self.recorder.current = waiting[0][0]
+            last = max(at for at, (index, _) in enumerate(waiting) if index == self.recorder.current)
+            _, entry = waiting.pop(last)
         # msprobe's words: what goes into the backward call is the gradient of the output.
         groups = {"input": self.recorder.measure(grad_output), "output": self.recorder.measure(grad_input)}
-        self.recorder.add(waiting.pop() if waiting else f"{prefix}.backward.0", None, groups)
+        self.recorder.add(entry, None, groups)
 
     def _parameter_gradient(self, prefix: str, name: str, parameter: torch.Tensor) -> None:
         """A parameter's gradient as summed up so far, after each pass; a module's parameters have an entry together."""
         assert parameter.grad is not None
-        entry_name = f"{prefix}.parameters_grad.{max(len(self.recorder.passes) - 1, 0)}"
+        entry_name = f"{prefix}.parameters_grad.{max(self.recorder.current, 0)}"
         if entry_name not in self._gradients:
             self._gradients[entry_name] = self.recorder.add(entry_name, None, {})
         self._gradients[entry_name].groups[name] = [self.recorder.leaf(parameter.grad, of_tokens=False)]
@@ -305,14 +316,18 @@ class Recorder:
         self._measured: list[tuple[TensorStats, int | None]] = []
         """By row of the statistics what they are to be filled into; for sums over tokens the pass that they are of."""
         self.passes: list[Pass] = []
-        self._spans: Spans | None = None
-        self._num_tokens: int | None = None
-        """Length of the token axis of the pass in hand; None until the model has read its ids."""
+        self.current = -1
+        """The pass in hand; in a pipeline's backward passes not the one that began last."""
+        self._spans: list[Spans | None] = []
+        self._num_tokens: list[int | None] = []
+        """Of each pass the length of its token axis; None until the model has read its ids."""
 
     def begin_pass(self, unit: str, spans: list[TokenSpan]) -> None:
         """What follows belongs to another pass."""
+        self.current = len(self.passes)
         self.passes.append(Pass(unit, spans, len(self._entries)))
-        self._spans = self._num_tokens = None
+        self._spans.append(None)
+        self._num_tokens.append(None)
         self._seen.clear()
 
     def add(self, name: str, parent: str | None, groups: dict[str, Any]) -> Entry:
@@ -353,17 +368,18 @@ class Recorder:
         return known[1]
 
     def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> TensorStats:
-        if self._num_tokens is None and self.passes and tensor.dim() == 2 and not tensor.is_floating_point():
-            num_tokens = self._num_tokens = tensor.numel()  # of the ids, which a pass reads first
-            if spans := self.passes[-1].spans:
-                bounds = np.array([(span.start, span.start + span.length) for span in spans])
-                self._spans = Spans(bounds, num_tokens)
-        shape = tensor.shape
-        has_tokens = len(shape) > 1 and self._num_tokens == (shape[0] if len(shape) == 2 else shape[0] * shape[1])
-        spans = self._spans if of_tokens and has_tokens else None
+        index, shape, spans = self.current, tensor.shape, None
+        if self.passes and self._num_tokens[index] is None and tensor.dim() == 2 and not tensor.is_floating_point():
+            num_tokens = self._num_tokens[index] = tensor.numel()  # of the ids, which a pass reads first
+            if own := self.passes[index].spans:
+                bounds = np.array([(span.start, span.start + span.length) for span in own])
+                self._spans[index] = Spans(bounds, num_tokens)
+        if self.passes and of_tokens and len(shape) > 1:
+            has_tokens = self._num_tokens[index] == (shape[0] if len(shape) == 2 else shape[0] * shape[1])
+            spans = self._spans[index] if has_tokens else None
         self._measurer.measure(tensor, spans)
         stats = TensorStats(str(tensor.dtype), tuple(shape), requires_grad=tensor.requires_grad, shard=shard)
-        self._measured.append((stats, None if spans is None else len(self.passes) - 1))
+        self._measured.append((stats, None if spans is None else index))
         return stats
 
     def dump(self) -> tuple[list[Entry], pa.Table | None]:
@@ -467,10 +483,11 @@ class OperatorRecorder(TorchFunctionMode):
         groups["output"] = self._recorder.measure(outputs)
         self._recorder.add(f"{name}.{number}.forward", self._session.inside(), groups)
         if tensor.grad_fn is not None and tensor.requires_grad:
-            hook = partial(self._backward, f"{name}.{number}.backward")
+            hook = partial(self._backward, self._recorder.current, f"{name}.{number}.backward")
             tensor.grad_fn.register_hook(self._session.guarded(hook))  # goes with the graph
 
-    def _backward(self, entry: str, grad_input: Any, grad_output: Any) -> None:
+    def _backward(self, index: int, entry: str, grad_input: Any, grad_output: Any) -> None:
+        self._recorder.current = index
         # msprobe's words: what goes into the backward call is the gradient of the output.
         groups = {"input": self._recorder.measure(grad_output), "output": self._recorder.measure(grad_input)}
         self._recorder.add(entry, None, groups)

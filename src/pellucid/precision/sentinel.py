@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
 from pellucid.precision.capture import LOSS_CALLS, NativeSession, class_name
@@ -342,19 +343,20 @@ def _first_bad_part(named: Iterable[tuple[str, Any]], direction: str, cause: str
 
 
 def flagged_modules(model: Any, *, samples: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules of a transformers model that have flags.
+    """Yield names and modules of a model that have flags: transformers' own, or a chunk of megatron-core's.
 
     In generation these are the decoder and a few of its layers: a decoding step is so short that a flag of each module
     would show, and NaN and Inf do not leave the stream that runs through the layers. Elsewhere what takes long to read
     and shows in the module around it has none: wide projections, and activations between them.
     """
-    kinds = set(model._no_split_modules or [])
-    hidden_size = model.config.get_text_config().hidden_size
-    layers = [module for module in model.modules() if type(module).__name__ in kinds]
-    chosen = {model.get_decoder(), *layers[:: math.ceil(len(layers) / MAX_LAYERS) or 1]}
+    chosen, narrow = set[nn.Module](), 0
+    if isinstance(model, PreTrainedModel):
+        kinds, narrow = set(model._no_split_modules or []), model.config.get_text_config().hidden_size
+        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        chosen = {model.get_decoder(), *layers[:: math.ceil(len(layers) / MAX_LAYERS) or 1]}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            shows = module.out_features <= hidden_size
+            shows = module.out_features <= narrow
         else:
             shows = bool([*module.children(), *module.parameters(recurse=False)])
         if module in chosen if samples else shows:

@@ -4,8 +4,9 @@ Nothing else in this project knows of it: all calls of megatron-core are made in
 does nothing on other devices. A contract test watches that these names still exist in megatron-core.
 """
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -74,17 +75,36 @@ def _all_to_all(*args: Any, **sizes: Any) -> Any:
     return _all_to_all_single(*args, **{k: v.tolist() if torch.is_tensor(v) else v for k, v in sizes.items()})
 
 
+_inside, _changed, _lock = 0, ExitStack(), threading.Lock()
+
+
 @contextmanager
 def _without_cuda() -> Iterator[None]:
+    """Change torch and megatron-core while any thread is inside: one may train while another writes a checkpoint."""
+    global _inside
+    with _lock:
+        if _inside == 0:
+            _change()
+        _inside += 1
+    try:
+        with _CudaMeansCpu():  # of this thread alone
+            yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _changed.close()
+
+
+def _change() -> None:
     from megatron.core.tensor_parallel import random
 
     tracker = type(random.get_cuda_rng_tracker())
-    with (
+    for change in (
         patch.multiple(torch.cuda, **_CUDA),
         patch.multiple(random, **_RANDOM),
         patch.object(torch.distributed, "all_to_all_single", _all_to_all),
         patch.object(tracker, "fork", lambda *args, **kwargs: nullcontext()),
-        torch.compiler.set_stance("force_eager"),  # the compiler would look through what is patched here
-        _CudaMeansCpu(),
+        torch.compiler.set_stance("force_eager"),  # the compiler would look through what is changed here
     ):
-        yield
+        _changed.enter_context(change)

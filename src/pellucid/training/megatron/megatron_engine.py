@@ -6,7 +6,7 @@ Heads and losses are those of the other engines: they run where the last stage's
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ class MegatronEngine:
         total, failure = self._run_schedule(whole, head, loss, on_done)
         total = self._agree(total, failure)
         whole.add_up(self.layout.sum)
-        with self._probe.unit(Unit.OPTIMIZER_STEP), megatron_calls(self.device):
+        with self._gradients_shown(), self._probe.unit(Unit.OPTIMIZER_STEP), megatron_calls(self.device):
             self._optimizer.prepare_grads()
             grad_norm = float(self._optimizer.get_grad_norm())
             if not math.isfinite(grad_norm):
@@ -254,17 +254,22 @@ class MegatronEngine:
                 on_done(len(micro.rows))
             return value, torch.zeros((), dtype=torch.int, device=self.device), {}
 
+        # A unit lasts to the next chunk's pass: of a pipeline's last stage it has all of a micro-batch, of others the
+        # backward pass of an earlier one.
+        unit = ExitStack()
+
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            unit.close()
             micro = next(batches)
             self.in_hand = [sequence.name for sequence in micro.sequences]
-            with micro.unit(self._probe):
-                return self._pass(chunk, micro.inputs), lambda states: finish(micro, states)
+            unit.enter_context(micro.unit(self._probe))
+            return self._pass(chunk, micro.inputs), lambda states: finish(micro, states)
 
         for chunk in self._run_chunks:
             chunk.train(loss is not None)
         several = len(self._run_chunks) > 1
         batches = [iter(micro_batches) for _ in self._run_chunks]
-        with megatron_calls(self.device):
+        with unit, megatron_calls(self.device):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=batches if several else batches[0],
@@ -353,6 +358,21 @@ class MegatronEngine:
         found = self.layout.first(None if failure is None else (failure.value, failure.rows))
         assert found is not None
         raise NonFiniteError("loss", *found)
+
+    @contextmanager
+    def _gradients_shown(self) -> Iterator[None]:
+        """Show observers the gradients where they look for them, if that takes no copy: in float32, and where there is
+        one data rank; else each has a part of the sum.
+        """
+        whole = self.layout.num_ranks == self.layout.sizes.tensor * self.layout.sizes.pipeline and not self._config.bf16
+        shown = [each for chunk in self._chunks for each in chunk.parameters()] if whole else []
+        for parameter in shown:
+            parameter.grad = parameter.main_grad  # pyright: ignore
+        try:
+            yield
+        finally:
+            for parameter in shown:
+                parameter.grad = None
 
     @torch.no_grad()
     def _weight_norm(self) -> float:
