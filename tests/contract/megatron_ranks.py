@@ -1,5 +1,6 @@
 """What each rank runs in `test_megatron.py`: functions of plain arguments to plain results, as in `sharded.py`."""
 
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from sharded import TEMPERATURE, WHOLE_STATE, Setup, State, Trace, loss, sequenc
 from tiny import CPU
 
 from pellucid.errors import NonFiniteError, UserError
+from pellucid.precision.capture import NativeSession
+from pellucid.precision.dump import About
+from pellucid.precision.sentinel import Sentinel
+from pellucid.stages import Stage, Unit
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import read_config
@@ -27,7 +32,7 @@ class Spread:
     recompute: bool = False
 
 
-def make_engine(spread: Spread) -> Any:
+def make_engine(spread: Spread, **options: Any) -> Any:
     from megatron.core import parallel_state
 
     from pellucid.training.megatron.megatron_engine import Training, load_engine
@@ -46,6 +51,7 @@ def make_engine(spread: Spread) -> Any:
         field="model",
         scalar=setup.role == "critic",
         recompute=spread.recompute,
+        **options,
     )
 
 
@@ -150,3 +156,58 @@ def loaded_into_transformers(folder: Path, checkpoint: Path, role: str) -> State
     model = (load_value_model if role == "critic" else load_model)(str(folder), device=CPU)
     load_trained_weights(model, checkpoint)
     return {name: tensor.detach().clone() for name, tensor in file_tensors(model, model_tensors(model).items())}
+
+
+class _Captured:
+    """A probe that captures all passes, as the profiler does."""
+
+    def __init__(self) -> None:
+        self.session: NativeSession | None = None
+
+    def unit(self, unit: Unit, spans: Any = None, **_: Any) -> Any:
+        assert self.session is not None
+        if spans is not None:
+            self.session.begin_pass(spans, str(unit))
+        return nullcontext()
+
+    def results(self, *_: Any, **__: Any) -> None:
+        pass
+
+    loss = forward_pass = results
+
+
+def captured_spans(spread: Spread) -> dict[str, set[int]]:
+    """Return the numbers of the spans of which each module's call, in an update, has read or made tokens."""
+    probe = _Captured()
+    engine = make_engine(spread, probe=probe)
+    probe.session = session = NativeSession(engine.modules, About(backend="native", level="L0", stage="", step=0, role="", started_at=0))
+    with session:
+        session.begin()
+    engine.train_mini_batch(sequences(), head_of(spread.setup), plain_loss)
+    dump = session.end()
+    assert session.error is None and dump.samples is not None
+    found: dict[str, set[int]] = {}
+    for tensor, span in zip(dump.samples["tensor"].to_pylist(), dump.samples["span"].to_pylist()):
+        found.setdefault(tensor.partition("|")[0], set()).add(span)
+    return found
+
+
+def plain_loss(rows: list[int], scores: TokenScores) -> torch.Tensor:
+    return -scores.logp.sum()
+
+
+def located(spread: Spread, rank: int, module: str) -> tuple[str, int, str] | None:
+    """Spoil a module on one rank, and let the sentinel say which it is: name, index of the pass, rank's words."""
+    sentinel = Sentinel()
+    engine = make_engine(spread, probe=sentinel)
+    sentinel.modules_of = lambda _: engine.modules
+    if torch.distributed.get_rank() == rank:
+        [spoiled] = [one for chunk in engine.modules for path, one in chunk.named_modules() if path == module]
+        spoiled.register_forward_hook(lambda _, args, output: (output[0] * float("nan"), *output[1:]))
+    with suppress(NonFiniteError), sentinel.watch(Stage.ACTOR_UPDATE):
+        engine.train_mini_batch(sequences(), head_of(spread.setup), plain_loss)
+    sentinel.locate(Stage.ACTOR_UPDATE)
+    with suppress(NonFiniteError), sentinel.watch(Stage.ACTOR_UPDATE):
+        engine.train_mini_batch(sequences(), head_of(spread.setup), plain_loss)
+    finding = sentinel.take_finding()
+    return None if finding is None else (finding.place, finding.index, finding.what)

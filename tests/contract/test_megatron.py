@@ -172,6 +172,29 @@ def test_what_breaks_on_some_ranks_stops_all(ranks, folders):
         assert not changed and loss == pytest.approx(expected, rel=TOLERANCE)
 
 
+# --- what observers see -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_a_capture_of_a_pipeline_knows_whose_tokens_each_backward_pass_has(ranks, folders, chunks):
+    """The first stage begins its second micro-batch before it runs the first one backward."""
+    setup = Setup(architecture="llama_deep", max_tokens=29)
+    spread = Spread(folders(setup), setup, ParallelSizes(pipeline=2, virtual_pipeline=chunks))
+    for found in ranks.run(2, megatron_ranks.captured_spans, spread):
+        forward = [name for name in found if ".TransformerLayer.forward." in name]
+        assert chunks is None or {name.split(".")[1] for name in forward} == {"0", "1"}
+        assert len({frozenset(found[name]) for name in forward}) > 2  # passes
+        for name in forward:
+            assert found[name.replace(".forward.", ".backward.")] == found[name]
+
+
+def test_the_sentinel_names_the_module_and_the_pass_of_the_rank_that_has_it(ranks, folders):
+    setup = Setup(max_tokens=29)
+    spread = Spread(folders(setup), setup, ParallelSizes(pipeline=2))
+    first = ranks.run(2, megatron_ranks.located, spread, 0, "decoder.layers.0.mlp")[0]
+    assert first == ("decoder.layers.0.mlp", 1, "NaN")
+
+
 # --- the state on disk ------------------------------------------------------------------------------------------------
 
 SAVED = {

@@ -19,8 +19,8 @@ BASE = {"errors", "types", "console", "plugins", "devices", "process_guard", "se
 """The modules beside the rooms; all of them may use each other."""
 ROOMS = {"config", "tasks", "data", "reward", "algo", "training", "roles", "rollout", "agents", "ranks", "observe", "precision", "metrics", "files"}
 RUN = {
-    "loop", "schedules", "stream", "produce", "learn", "validation", "run", "build", "engine_maker", "fsdp_engines", "megatron_engines", "engines", "loading", "run_state",
-    "interrupt", "failures", "sft",
+    "loop", "schedules", "stream", "produce", "learn", "validation", "run", "build", "engine_maker", "fsdp_engines",
+    "megatron_engines", "engines", "loading", "run_state", "interrupt", "failures", "sft",
 }  # fmt: skip
 """What makes a run and drives it, above the rooms."""
 API = {"api", "harness", "session", "trained"}

@@ -306,6 +306,13 @@ def _reads_once(module: torch.nn.Module) -> bool:
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
+def _token_axis(tensor: torch.Tensor) -> int | None:
+    """Return the number of tokens in what a pass reads first: ids [1, N], or [N, 1, H] states of a pipeline's stage."""
+    if tensor.dim() == 2 and not tensor.is_floating_point():
+        return tensor.numel()
+    return len(tensor) if tensor.dim() == 3 and tensor.shape[1] == 1 else None
+
+
 class Recorder:
     """Collects the entries of one capture on one device."""
 
@@ -369,11 +376,11 @@ class Recorder:
 
     def _measure(self, tensor: torch.Tensor, shard: tuple[int, int] | None, of_tokens: bool) -> TensorStats:
         index, shape, spans = self.current, tensor.shape, None
-        if self.passes and self._num_tokens[index] is None and tensor.dim() == 2 and not tensor.is_floating_point():
-            num_tokens = self._num_tokens[index] = tensor.numel()  # of the ids, which a pass reads first
-            if own := self.passes[index].spans:
-                bounds = np.array([(span.start, span.start + span.length) for span in own])
-                self._spans[index] = Spans(bounds, num_tokens)
+        if self.passes and self._num_tokens[index] is None and (axis := _token_axis(tensor)):
+            self._num_tokens[index] = axis
+            bounds = np.array([(span.start, span.start + span.length) for span in self.passes[index].spans])
+            if len(bounds) and bounds.max() <= axis:  # else other ranks have some of the tokens
+                self._spans[index] = Spans(bounds, axis)
         if self.passes and of_tokens and len(shape) > 1:
             has_tokens = self._num_tokens[index] == (shape[0] if len(shape) == 2 else shape[0] * shape[1])
             spans = self._spans[index] if has_tokens else None
