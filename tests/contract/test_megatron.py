@@ -83,6 +83,7 @@ LAYOUTS = {
     "data": (2, "llama", ParallelSizes()),
     "tensor": (2, "llama", ParallelSizes(tensor=2)),
     "tensor-tied": (2, "llama_tied", ParallelSizes(tensor=2)),
+    "tensor-padded": (2, "llama_odd", ParallelSizes(tensor=2)),
     "pipeline-tied": (2, "llama_tied", ParallelSizes(pipeline=2)),
     "interleaved": (2, "llama_deep", ParallelSizes(pipeline=2, virtual_pipeline=2)),
     "context": (2, "llama", ParallelSizes(context=2)),
@@ -200,6 +201,8 @@ def test_the_sentinel_names_the_module_and_the_pass_of_the_rank_that_has_it(rank
 SAVED = {
     "data": (2, "llama", ParallelSizes(), 2, ParallelSizes()),
     "tensor": (2, "qwen3", ParallelSizes(tensor=2), 2, ParallelSizes(tensor=2)),
+    "padded-to-whole": (2, "llama_odd", ParallelSizes(tensor=2), 2, ParallelSizes(pipeline=2)),
+    "whole-to-padded": (2, "llama_odd", ParallelSizes(pipeline=2), 4, ParallelSizes(tensor=2)),
     "tensor-to-pipeline": (2, "llama_tied", ParallelSizes(tensor=2), 2, ParallelSizes(pipeline=2)),
     "pipeline-to-tensor-data": (2, "llama_tied", ParallelSizes(pipeline=2), 4, ParallelSizes(tensor=2)),
     "interleaved-to-one": (2, "llama_deep", ParallelSizes(pipeline=2, virtual_pipeline=2), 1, ParallelSizes()),
@@ -259,7 +262,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(ranks, folders, tmp_path):
     assert "trainer.resume_mode" in error
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama_tied", "llama_odd", "qwen2", "qwen3", "qwen3_moe"])
 def test_conversion_there_and_back_is_bitwise(ranks, folders, architecture, tmp_path):
     """A Hugging Face folder, onto four ranks, and a folder again."""
     setup = Setup(architecture=architecture)

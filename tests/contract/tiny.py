@@ -47,6 +47,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 # Not in every test: more layers than one stage, and experts.
 _FURTHER: dict[str, dict[str, Any]] = {
+    "llama_odd": {"model_type": "llama", "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3},
     "llama_deep": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 4},
     "qwen3_moe": {
         "model_type": "qwen3_moe",

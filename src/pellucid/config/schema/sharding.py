@@ -75,7 +75,7 @@ class RefMegatronConfig:
     """How any model is spread over its ranks by megatron-core: tensor × pipeline × context × data = ranks."""
 
     tensor_model_parallel_size: Size = 1
-    """Ranks between which the matrices of each layer are divided; a divisor of the key and value heads."""
+    """Ranks between which the matrices of each layer are divided; heads that do not come out are padded with zeros."""
     pipeline_model_parallel_size: Size = 1
     """Stages of consecutive layers, one after the other."""
     virtual_pipeline_model_parallel_size: Annotated[int, Range(ge=2)] | None = None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pellucid.config.fields import yaml_word
@@ -100,12 +101,17 @@ def model_mistakes(section: str, layout: RefMegatronConfig, model: ModelFacts) -
     experts, matrices = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size or tensor
     own = layout.override_transformer_config
     first, last = own.num_layers_in_first_pipeline_stage, own.num_layers_in_last_pipeline_stage
-    wholes = [
-        (SIZES[0], tensor, model.num_kv_heads, "heads with keys and values"),
-        (SIZES[0], tensor, model.num_heads, "attention heads"),
-        (SIZES[0], tensor, model.intermediate_size, "columns of the MLP"),
-        (SIZES[3], context, model.num_heads // tensor, "attention heads a rank"),
-    ]
+    groups = math.ceil(model.num_kv_heads / tensor)
+    heads = groups * model.num_heads // model.num_kv_heads
+    if groups * tensor >= 2 * model.num_kv_heads and tensor > 1:
+        reason = (
+            f"{tensor} ranks for {model.num_kv_heads} heads with keys and values: each rank gets as many, so that "
+            f"{groups * tensor - model.num_kv_heads} of {groups * tensor} would be padding."
+        )
+        yield UserError(f"{section}.{SIZES[0]}", reason, f"Set it to at most {model.num_kv_heads}.")
+    wholes = [(SIZES[3], context, heads, "attention heads a rank")]
+    if not model.num_experts:
+        wholes.append((SIZES[0], tensor, model.intermediate_size, "columns of the MLP"))
     if first is None and last is None:  # else megatron-core divides what is left
         key = SIZES[2] if layout.virtual_pipeline_model_parallel_size and model.num_layers % stages == 0 else SIZES[1]
         wholes.append((key, chunks, model.num_layers, "layers"))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron import core
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -24,9 +25,10 @@ from pellucid.errors import UserError
 from pellucid.training.common.buckets import in_buckets
 
 parallel_state: Any = core.parallel_state  # whose groups are typed as what they never are
-Kind = Literal["whole", "rows", "columns", "gate_up", "qkv"]
-"""How a parameter is divided over tensor-parallel ranks: not at all, by rows, by columns, by the rows of its two
-halves, or by groups of query heads with their key and value head, which lie side by side."""
+Kind = Literal["whole", "rows", "columns", "heads", "gate_up", "qkv"]
+"""How a parameter is divided over tensor-parallel ranks: not at all, by rows, by columns, by the columns of query heads,
+by the rows of its two halves, or by groups of query heads with their key and value head, which lie side by side. Rows of
+the vocabulary and groups are padded with zeros where they do not come out."""
 
 _LAYER = "model.layers.{layer}."
 _NAMES: dict[str, tuple[Kind, tuple[str, ...]]] = {
@@ -39,7 +41,7 @@ _NAMES: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "self_attention.k_layernorm.weight": ("whole", (_LAYER + "self_attn.k_norm.weight",)),
     "self_attention.linear_qkv.weight": ("qkv", tuple(_LAYER + f"self_attn.{part}_proj.weight" for part in "qkv")),
     "self_attention.linear_qkv.bias": ("qkv", tuple(_LAYER + f"self_attn.{part}_proj.bias" for part in "qkv")),
-    "self_attention.linear_proj.weight": ("columns", (_LAYER + "self_attn.o_proj.weight",)),
+    "self_attention.linear_proj.weight": ("heads", (_LAYER + "self_attn.o_proj.weight",)),
     "mlp.linear_fc1.weight": ("gate_up", (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": ("columns", (_LAYER + "mlp.down_proj.weight",)),
     "mlp.router.weight": ("whole", (_LAYER + "mlp.gate.weight",)),
@@ -78,6 +80,8 @@ class Shapes:
     head_size: int
     num_groups: int
     """Key and value heads."""
+    group_heads: int
+    """Query heads of each."""
     num_experts: int
 
     @classmethod
@@ -86,8 +90,8 @@ class Shapes:
         fields = model.to_dict()
         heads = fields["num_attention_heads"]
         size = fields.get("head_dim") or fields["hidden_size"] // heads
-        experts = model.num_experts if "experts" in " ".join(fields) else 0
-        return cls(model.vocab_size, size, fields.get("num_key_value_heads") or heads, experts)
+        groups = fields.get("num_key_value_heads") or heads
+        return cls(model.vocab_size, size, groups, heads // groups, fields.get("num_experts") or fields.get("num_local_experts") or 0)
 
 
 def _parts(chunk: Any, *, scalar: bool) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
@@ -151,19 +155,26 @@ def _own(kind: Kind, sources: list[Any], shapes: Shapes, rank: int, size: int, s
         return sources[0][:]
     if kind == "columns":
         return sources[0][:, rank * shape[1] : (rank + 1) * shape[1]]
+    if kind == "heads":
+        columns = sources[0][:, rank * shape[1] : (rank + 1) * shape[1]]
+        return F.pad(columns, (0, shape[1] - columns.shape[1]))
     if kind == "gate_up":
         rows = shape[0] // 2
         return torch.cat([source[rank * rows : (rank + 1) * rows] for source in sources])
     if kind == "rows":
-        rows = sources[0][rank * shape[0] : min((rank + 1) * shape[0], shapes.vocabulary)]
-        return torch.cat([rows, rows.new_zeros(shape[0] - rows.shape[0], *rows.shape[1:])])
-    groups = shapes.num_groups // size
-    heads_per_group = shape[0] // groups // shapes.head_size - 2
+        return _rows(sources[0], rank * shape[0], shape[0])
+    groups = shape[0] // (shapes.group_heads + 2) // shapes.head_size
     pieces = []
-    for source, heads in zip(sources, (heads_per_group, 1, 1)):
+    for source, heads in zip(sources, (shapes.group_heads, 1, 1)):
         rows = groups * heads * shapes.head_size
-        pieces.append(source[rank * rows : (rank + 1) * rows].unflatten(0, (groups, -1)))
+        pieces.append(_rows(source, rank * rows, rows).unflatten(0, (groups, -1)))
     return torch.cat(pieces, dim=1).flatten(0, 1)
+
+
+def _rows(source: Any, start: int, number: int) -> torch.Tensor:
+    """Return `number` rows from `start` on, zeros where the source has no more."""
+    rows = source[start : start + number]
+    return torch.cat([rows, rows.new_zeros(number - rows.shape[0], *rows.shape[1:])])
 
 
 @torch.no_grad()
@@ -220,7 +231,7 @@ def _joined(kind: Kind, parts: list[torch.Tensor]) -> torch.Tensor:
         return parts[0]
     if kind == "gate_up":
         return torch.cat([half for halves in zip(*(part.chunk(2) for part in parts)) for half in halves])
-    return torch.cat(parts, dim=1 if kind == "columns" else 0)
+    return torch.cat(parts, dim=1 if kind in ("columns", "heads") else 0)
 
 
 def _pieces(part: _Part, whole: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
@@ -229,11 +240,13 @@ def _pieces(part: _Part, whole: torch.Tensor, shapes: Shapes) -> list[torch.Tens
         return list(whole.chunk(2))
     if part.kind == "rows":
         return [whole[: shapes.vocabulary]]
+    if part.kind == "heads":
+        return [whole[:, : shapes.num_groups * shapes.group_heads * shapes.head_size]]
     if part.kind != "qkv":
         return [whole]
-    grouped = whole.unflatten(0, (shapes.num_groups, -1))
-    sizes = [grouped.shape[1] - 2 * shapes.head_size, shapes.head_size, shapes.head_size]
-    return [piece.flatten(0, 1) for piece in grouped.split(sizes, dim=1)]
+    size, heads = shapes.head_size, shapes.group_heads
+    grouped = whole.unflatten(0, (-1, (heads + 2) * size))[: shapes.num_groups]
+    return [piece.flatten(0, 1) for piece in grouped.split([heads * size, size, size], dim=1)]
 
 
 class _Slices(dict[str, Any]):

@@ -34,7 +34,13 @@ from pellucid.training.megatron.conversion import Shapes, hf_tensors, open_weigh
 from pellucid.training.megatron.cpu_adapter import megatron_calls
 from pellucid.training.megatron.layout import MegatronLayout, ParallelSizes
 from pellucid.training.megatron.model_chunks import Pack, chunk_config, make_chunks
-from pellucid.training.megatron.sharded_state import load_optimizer_state, optimizer_state, read, start_writing
+from pellucid.training.megatron.sharded_state import (
+    chunk_state,
+    load_optimizer_state,
+    optimizer_state,
+    read,
+    start_writing,
+)
 from pellucid.training.protocol import (
     LossFunction,
     OutputLayer,
@@ -396,7 +402,7 @@ class MegatronEngine:
 
     def _state(self, contents: Sequence[str], *, loading: bool) -> dict[str, Any]:
         """Return the asked-for parts as megatron-core's sharded state; to load a part it is made anew."""
-        chunks = [chunk.sharded_state_dict() for chunk in self._chunks]
+        chunks = [chunk_state(chunk) for chunk in self._chunks]
         model = {(index, name): entry for index, chunk in enumerate(chunks) for name, entry in chunk.items()}
         state: dict[str, Any] = {}
         if names := self._optimizer_parts(contents):
@@ -522,7 +528,7 @@ def load_into(model: PreTrainedModel, folder: Path) -> None:
     with megatron_calls(cpu):
         config = chunk_config(model.config, layout, torch.float32, recompute=False, overrides={})
         [chunk] = make_chunks(model.config, config, layout, scalar=scalar, scalar_bias=head.bias is not None)
-        state = read({"chunks": {"0": chunk.sharded_state_dict()}}, folder)
+        state = read({"chunks": {"0": chunk_state(chunk)}}, folder)
         chunk.load_state_dict(state["chunks"]["0"])
     own = dict(file_tensors(model, model_tensors(model).items()))
     own |= {f"score.{name}": parameter for name, parameter in head.named_parameters() if scalar}

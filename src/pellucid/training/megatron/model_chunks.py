@@ -51,6 +51,8 @@ def chunk_config(
         UserError: the architecture computes something that the chunks do not, or an override is unknown or refused.
     """
     fields, sizes = model.to_dict(), layout.sizes
+    heads, groups = fields["num_attention_heads"], fields.get("num_key_value_heads") or fields["num_attention_heads"]
+    padded = padded_size(groups, layout)
     experts = {}
     if model.model_type == "qwen3_moe":
         experts = {
@@ -65,8 +67,8 @@ def chunk_config(
     known: dict[str, Any] = {
         "num_layers": fields["num_hidden_layers"],
         "hidden_size": fields["hidden_size"],
-        "num_attention_heads": fields["num_attention_heads"],
-        "num_query_groups": fields.get("num_key_value_heads") or fields["num_attention_heads"],
+        "num_attention_heads": heads // groups * padded,
+        "num_query_groups": padded,
         "kv_channels": fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"],
         "ffn_hidden_size": fields["intermediate_size"],
         "layernorm_epsilon": fields["rms_norm_eps"],
@@ -235,7 +237,7 @@ def make_chunks(
     scalar_bias: bool = False,
 ) -> list[Any]:
     """Return this rank's chunks with uninitialised weights; `scalar` gives the last one the head of a value model."""
-    vocabulary = padded_vocabulary(model.vocab_size, layout)
+    vocabulary = padded_size(model.vocab_size, layout)
     make: Any = GPTModel
     chunks: list[Any] = []
     for index in range(layout.sizes.virtual_pipeline or 1):
@@ -284,8 +286,10 @@ def _mark_divided(module: torch.nn.Module, config: TransformerConfig) -> None:
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
 
 
-def padded_vocabulary(size: int, layout: MegatronLayout) -> int:
-    """Return the vocabulary's size, rounded up so that the tensor-parallel ranks have as many rows each."""
+def padded_size(size: int, layout: MegatronLayout) -> int:
+    """Return the vocabulary's size, or the number of heads with keys and values, rounded up so that the tensor-parallel
+    ranks have as many each. What is added is zero and stays so: it gets no gradient.
+    """
     return -(-size // layout.sizes.tensor) * layout.sizes.tensor
 
 

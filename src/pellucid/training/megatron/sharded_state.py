@@ -35,6 +35,15 @@ class _Done:
     task_done = get
 
 
+def chunk_state(chunk: Any) -> dict[str, Any]:
+    """Return a chunk's weights as sharded state, in which padding may differ from layout to layout."""
+    state = chunk.sharded_state_dict()
+    for name, entry in state.items():
+        if isinstance(entry, ShardedTensor) and ("self_attention.linear_" in name or name.startswith("output_layer")):
+            entry.allow_shape_mismatch = True
+    return state
+
+
 def start_writing(state: dict[str, Any], folder: Path, device: torch.device) -> Callable[[], None]:
     """Copy `state` and begin to write the copy; every rank calls it, with the same folder, which they share.
 
