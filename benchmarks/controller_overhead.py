@@ -1,10 +1,11 @@
 """The controller's own time and memory in one step of 1,024 samples × 8,192 tokens, with stub workers on a real Ray cluster.
 
-    python benchmarks/controller_overhead.py [--ranks 64 256 1024] [--samples 1024] [--tokens 8192]
+    python benchmarks/controller_overhead.py [--ranks 64 256 1024] [--samples 1024] [--tokens 8192] [--megatron TP PP]
 
 The real loop body (`produce` and `learn`), worker groups, proxies and object store run; the ranks are stubs that answer each call with
 arrays of the right shape. One Ray actor answers for many ranks, but every rank gets a call of its own. Own time is CPU time of the
-controller's process; memory is what it holds beside shared memory.
+controller's process; memory is what it holds beside shared memory. `--megatron` is strategy megatron with that many tensor ranks and
+stages: there, too, every rank gets the whole mini-batch.
 """
 
 import logging
@@ -41,7 +42,7 @@ RECIPE = """
 data: {{train_files: "task:arithmetic?level=2&size=5000", train_batch_size: {prompts}, max_prompt_length: 16, max_response_length: {tokens}}}
 actor_rollout_ref:
   model: {{path: builtin}}
-  actor: {{strategy: fsdp2, ppo_mini_batch_size: {prompts}, use_dynamic_bsz: true, ppo_max_token_len_per_gpu: 16384, use_kl_loss: true}}
+  actor: {{strategy: {strategy}, ppo_mini_batch_size: {prompts}, use_dynamic_bsz: true, ppo_max_token_len_per_gpu: 16384, use_kl_loss: true}}
   rollout: {{n: 8}}
 algorithm: {{adv_estimator: gae, rollout_is: true, rollout_is_threshold: 2.0}}
 trainer: {{dump_rollouts: {dump}, val_before_train: false}}
@@ -170,12 +171,23 @@ def one_step(run: building.Run, step: int) -> None:
         learn(run, produce(run, step)[0], step)
 
 
-def measure(num_ranks: int, prompts: int, tokens: int, *, dump: bool, steps: int) -> dict[str, Any]:
+def layout_of(num_ranks: int, megatron: list[int] | None) -> list[str]:
+    """Return the overrides of a run over machines of eight ranks under strategy megatron, none without it."""
+    if megatron is None:
+        return []
+    sizes = zip(("tensor", "pipeline"), megatron)
+    section = [f"actor_rollout_ref.actor.megatron.{name}_model_parallel_size={size}" for name, size in sizes]
+    placement = ["placement=ray", "ray_address=auto", "n_gpus_per_node=8", f"nnodes={num_ranks // 8}"]
+    return section + [f"trainer.{setting}" for setting in placement]
+
+
+def measure(num_ranks: int, prompts: int, tokens: int, megatron: list[int] | None, *, dump: bool, steps: int) -> dict[str, Any]:
     """Run `steps` steps after a first one and return the means."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
-        recipe.write_text(RECIPE.format(prompts=prompts, tokens=tokens, dump=str(dump).lower()))
-        config = load_config(recipe, [f"trainer.default_local_dir={folder}/run"]).config
+        strategy = "fsdp2" if megatron is None else "megatron"
+        recipe.write_text(RECIPE.format(prompts=prompts, tokens=tokens, dump=str(dump).lower(), strategy=strategy))
+        config = load_config(recipe, [f"trainer.default_local_dir={folder}/run", *layout_of(num_ranks, megatron)]).config
         inputs = building.load_inputs(config)
         placement = StubPlacement(num_ranks, tokens)
         building.place_roles = lambda *_: placement
@@ -191,7 +203,7 @@ def measure(num_ranks: int, prompts: int, tokens: int, *, dump: bool, steps: int
         cpu, wall = (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
         grown = own_bytes() - before
     return {
-        "ranks": num_ranks, "dump": dump, "own_cpu_s": cpu, "step_s": wall,
+        "ranks": num_ranks, "data_ranks": config.data_ranks("actor") if megatron else num_ranks, "dump": dump, "own_cpu_s": cpu, "step_s": wall,
         "generate_s": metrics["timing_s/rollout_generate"], "update_s": metrics["timing_s/actor_update"],
         "puts": (placement.store.num_puts - puts) / steps, "put_mb": (placement.store.put_bytes - put_bytes) / steps / 2**20,
         "tensor_mb": prompts * GROUP * tokens * 4 / 2**20, "own_mb": before / 2**20, "grown_mb": grown / 2**20,
@@ -204,11 +216,15 @@ def main() -> None:
     options_parser.add_argument("--samples", type=int, default=1024)
     options_parser.add_argument("--tokens", type=int, default=8192)
     options_parser.add_argument("--steps", type=int, default=3)
+    options_parser.add_argument("--megatron", type=int, nargs=2, metavar=("TP", "PP"), default=None)
+    options_parser.add_argument("--skip-dump", action="store_true", help="leave out the row in which rollouts are dumped")
     options = options_parser.parse_args()
     ray.init(address="local", num_cpus=PROCESSES, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     prompts = options.samples // GROUP
-    rows = [measure(ranks, prompts, options.tokens, dump=False, steps=options.steps) for ranks in options.ranks]
-    rows.append(measure(options.ranks[0], prompts, options.tokens, dump=True, steps=1))
+    shape = (prompts, options.tokens, options.megatron)
+    rows = [measure(ranks, *shape, dump=False, steps=options.steps) for ranks in options.ranks]
+    if not options.skip_dump:
+        rows.append(measure(options.ranks[0], *shape, dump=True, steps=1))
     notice("own_cpu_s: CPU time of the controller a step, all its threads; put_mb: what it copied into shared memory")
     report("controller_overhead", rows, options.json)
 

@@ -71,36 +71,37 @@ def share_of(config: RunConfig, role: str, model: ModelFacts, trained: float | N
         own = math.ceil(4 * (model.num_parameters if trained is None else trained) / ranks)
         return Share(math.ceil(4 * model.num_parameters / ranks), own, 2 * own)
     layout, ranks = config.megatron(role), config.pool_ranks(role)
-    dense, experts = stage_parameters(config, role, model)
+    dense, experts = max(stage_parameters(config, role, model), key=sum)
     width = WIDTHS[config.actor_rollout_ref.model.dtype]
-    stages = layout.pipeline_model_parallel_size
     of_experts = layout.expert_tensor_parallel_size or layout.tensor_model_parallel_size
-    of_experts *= layout.expert_model_parallel_size * stages
+    of_experts *= layout.expert_model_parallel_size * layout.pipeline_model_parallel_size
     divided = dense * layout.copy_ranks / ranks + experts * of_experts / ranks
     kept = 8 if width == 4 else 12
     return Share(math.ceil(width * (dense + experts)), math.ceil(4 * (dense + experts)), math.ceil(kept * divided))
 
 
-def stage_parameters(config: RunConfig, role: str, model: ModelFacts) -> tuple[float, float]:
-    """Return how many parameters the fullest megatron-core rank has outside of experts, and in them."""
+def stage_parameters(config: RunConfig, role: str, model: ModelFacts) -> list[tuple[float, float]]:
+    """Return how many parameters a megatron-core rank of each pipeline stage has outside of experts, and in them."""
     layout, hidden = config.megatron(role), model.hidden_size
     tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    attention = 2 * hidden * model.head_dim * (model.num_heads + model.num_kv_heads)
+    groups = math.ceil(model.num_kv_heads / tensor)  # query heads with their key and value head, or padding
+    attention = 2 * hidden * model.head_dim * groups * (model.num_heads // model.num_kv_heads + 1)
     mlp = model.num_experts * hidden if model.num_experts else 3 * hidden * model.intermediate_size / tensor
-    layer = attention / tensor + mlp + 2 * hidden
+    layer = attention + mlp + 2 * hidden + 2 * model.head_dim * model.has_qk_norm
     expert = 3 * hidden * model.expert_size / (layout.expert_tensor_parallel_size or tensor)
+    experts = expert * model.num_experts / layout.expert_model_parallel_size
     own = layout.override_transformer_config
     ends = [own.num_layers_in_first_pipeline_stage, own.num_layers_in_last_pipeline_stage]
     given = [number for number in ends if number is not None]
     between = math.ceil((model.num_layers - sum(given)) / max(stages - len(given), 1))
     first, last = (between if number is None else number for number in ends)
-    vocabulary = model.vocab_size * hidden / tensor
-    # What each kind of stage has: layers, and rows of the vocabulary.
-    kinds = [(first, vocabulary), (last, vocabulary), (between, 0.0)]
-    if stages == 1:
-        kinds = [(model.num_layers, vocabulary if model.is_tied else 2 * vocabulary)]
-    layers, rows = max(kinds, key=lambda kind: kind[0] * (layer + expert) + kind[1])
-    return layers * layer + rows + hidden, layers * expert * model.num_experts / layout.expert_model_parallel_size
+    layers = [first, *[between] * (stages - 2), last] if stages > 1 else [model.num_layers]
+    dense = [number * layer for number in layers]
+    vocabulary = math.ceil(model.vocab_size / tensor) * hidden
+    dense[0] += vocabulary
+    is_scalar, shares_embedding = role in ("critic", "reward_model"), model.is_tied and stages == 1
+    dense[-1] += hidden + (hidden if is_scalar else 0 if shares_embedding else vocabulary)
+    return [(size, number * experts) for size, number in zip(dense, layers)]
 
 
 def estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_bytes: dict[str, int]) -> Memory:
@@ -129,9 +130,7 @@ def estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_bytes
         optimizer=share.optimizer,
         reference=others.get("ref", 0),
         activations=_activations(config, model, micro_tokens),
-        logits_chunk=min(
-            _LOGITS_CHUNK_BYTES, 4 * micro_tokens * model.vocab_size // layout.tensor_model_parallel_size
-        ),
+        logits_chunk=min(_LOGITS_CHUNK_BYTES, 4 * micro_tokens * model.vocab_size // layout.tensor_model_parallel_size),
         kv_cache=0 if config.has_replicas else cached_tokens * token_bytes,
         critic=others.get("critic", 0),
         reward_model=others.get("reward_model", 0),
@@ -143,18 +142,23 @@ def estimate(config: RunConfig, model: ModelFacts, micro_tokens: int, role_bytes
 def _activations(config: RunConfig, model: ModelFacts, micro_tokens: int) -> int:
     """Return the bytes that forward passes keep for their backward passes, on the first stage of a pipeline."""
     policy, layout = config.actor_rollout_ref.model, config.megatron("actor")
-    width, stages = WIDTHS[policy.dtype], layout.pipeline_model_parallel_size
+    width, hidden, tensor = WIDTHS[policy.dtype], model.hidden_size, layout.tensor_model_parallel_size
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     inner = model.experts_per_token * model.expert_size if model.num_experts else model.intermediate_size
-    # One layer keeps about ten hidden-sized and three MLP-sized tensors per token for its backward pass.
-    layer_bytes = width * (10 * model.hidden_size + 3 * inner)
+    # As counted in either engine's layers: bytes that norms keep of a state, tensors of an MLP, copies for an expert.
+    norms, gates, copies = (16, 5 + (model.num_experts > 0), 1) if config.uses_megatron else (24, 4, 2)
+    copies *= model.experts_per_token * (layout.expert_tensor_parallel_size or tensor)
+    inside = width * (3 * query + 2 * key + gates * inner + copies * hidden) + 6 * (query + key) * model.has_qk_norm
+    outside = tensor if layout.sequence_parallel else 1
+    layer_bytes = norms * hidden / outside + inside / tensor
     # The first stage has as many micro-batches under way as there are stages, each with its part of the layers.
+    stages = layout.pipeline_model_parallel_size
     in_flight = stages + (stages - 1) / (layout.virtual_pipeline_model_parallel_size or math.inf)
     num_layers = model.num_layers / stages * in_flight
-    recomputes = policy.enable_gradient_checkpointing
-    if config.uses_megatron:
-        recomputes |= layout.override_transformer_config.recompute_granularity == "full"
-    per_token = width * model.hidden_size * num_layers + layer_bytes if recomputes else layer_bytes * num_layers
-    return math.ceil(micro_tokens * per_token / layout.tensor_model_parallel_size / layout.context_parallel_size)
+    granularity = layout.override_transformer_config.recompute_granularity
+    recomputes = policy.enable_gradient_checkpointing or granularity == "full"
+    kept = width * hidden / outside * num_layers + layer_bytes if recomputes else layer_bytes * num_layers
+    return math.ceil(micro_tokens * kept / layout.context_parallel_size)
 
 
 def role_bytes(config: RunConfig, policy: ModelFacts) -> dict[str, int]:

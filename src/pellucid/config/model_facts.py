@@ -36,6 +36,8 @@ class ModelFacts:
     expert_size: int = 0
     """Columns of an expert's matrices."""
     experts_per_token: int = 0
+    has_qk_norm: bool = False
+    """Whether attention norms its queries and keys, as Qwen3's does."""
 
 
 def read_model_facts(path: str) -> ModelFacts | None:
@@ -72,6 +74,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
             num_experts=facts.get("num_experts") or facts.get("num_local_experts") or 0,
             expert_size=facts.get("moe_intermediate_size") or 0,
             experts_per_token=facts.get("num_experts_per_tok") or 0,
+            has_qk_norm=facts.get("model_type", "").startswith("qwen3"),
         )
     except KeyError:
         return None
