@@ -91,7 +91,7 @@ def check_roles(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _check_megatron(config: RunConfig) -> None:
     """Check that megatron-core is there and computes all models, divided as the config says."""
-    require_megatron(devices.choose_device(config.trainer.device))
+    require_megatron(devices.choose_device(config.trainer.device).type)
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward_model.model
     models = [("actor", POLICY, policy.path, policy.override_config, policy.trust_remote_code)]
     if config.has_critic:
@@ -256,7 +256,7 @@ def make_roles(
 def _engine_maker(config: RunConfig, compute: Compute, first_role: str) -> EngineMaker:
     """Return what makes the engines of the run's strategy; `first_role` is one that this process has."""
     if config.uses_megatron:
-        import_adaptor(compute.device)  # before anything imports megatron-core
+        import_adaptor(compute.device.type)  # before anything imports megatron-core
         from pellucid.megatron_engines import MegatronEngines
 
         return MegatronEngines(config, compute, first_role)

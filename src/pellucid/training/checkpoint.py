@@ -101,7 +101,7 @@ def load_trained_weights(model: PreTrainedModel, folder: Path) -> None:
         UserError: the checkpoint's tensors are not this model's, or it was saved without weights.
     """
     if (folder / MEGATRON_SHARDS).is_dir():
-        require_megatron(torch.device("cpu"))
+        require_megatron("cpu")
         from pellucid.training.megatron.megatron_engine import load_into
 
         load_into(model, folder)

@@ -16,8 +16,8 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Model types of transformers whose computation the chunks repeat."""
 
 
-def require_megatron(device: torch.device) -> None:
-    """Check that megatron-core can be imported, and on an NPU MindSpeed.
+def require_megatron(device: str) -> None:
+    """Check that megatron-core can be imported, and on a device of the kind `npu` MindSpeed.
 
     Raises:
         MissingExtraError: megatron-core is not installed.
@@ -25,14 +25,14 @@ def require_megatron(device: torch.device) -> None:
     """
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise MissingExtraError(STRATEGY, "megatron-core", "megatron")
-    if device.type == "npu" and importlib.util.find_spec("mindspeed") is None:
+    if device == "npu" and importlib.util.find_spec("mindspeed") is None:
         reason = "megatron-core runs on NPUs only with MindSpeed, which is not installed."
         raise UserError(STRATEGY, reason, "Install MindSpeed from its sources, or set it to fsdp2.")
 
 
-def import_adaptor(device: torch.device) -> None:
-    """On an NPU let MindSpeed change torch and megatron-core, which must not have been imported yet."""
-    if device.type == "npu":
+def import_adaptor(device: str) -> None:
+    """On a device of the kind `npu` let MindSpeed change torch and megatron-core, which must not have been imported yet."""
+    if device == "npu":
         importlib.import_module("mindspeed.megatron_adaptor")
 
 
