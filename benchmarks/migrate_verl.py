@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pellucid.config import load_config
 from pellucid.config.migrate import Migration, migrate
+from pellucid.config.trees import get
 from pellucid.console import console
 from pellucid.errors import UserError
 
@@ -31,10 +32,12 @@ def say(line: str) -> None:
 
 
 def kind_of(done: Migration) -> str:
-    """Return what a script trains, by what decides first."""
+    """Return what a script trains, by what decides first; geo3k is a set of images, also where no key says so."""
     if "engine" in done.unsupported:
         return f"engine {done.unsupported['engine'].partition(' is not')[0]}"
-    return next((kind for key, kind in KINDS.items() if key in done.unsupported), "FSDP, text")
+    trains = "Megatron" if get(done.tree, "actor_rollout_ref.actor.strategy") == "megatron" else "FSDP"
+    shows = "images" if "geo3k" in str(get(done.tree, "data.train_files")) else f"{trains}, text"
+    return next((kind for key, kind in KINDS.items() if key in done.unsupported), shows)
 
 
 def loads(script: Path) -> str:
@@ -79,7 +82,7 @@ def main() -> None:
     for kind, counts in sorted(table.items(), key=lambda item: -item[1].total()):
         scripts = sum(counts[word] for word in ("whole", "part", "not"))
         say(f"| {kind} | {scripts} | {counts['whole']} | {counts['part']} | {counts['not']} | {counts['loads']} |")
-    say("\nMissing with FSDP, in how many scripts:")
+    say("\nMissing, in how many scripts:")
     for key, number in missing.most_common(30):
         say(f"{number:4} {key}")
 

@@ -166,7 +166,7 @@ OFF = {
 ON = {
     "global_profiler.global_tool_config.torch_memory.stacks": "python",
     f"{ACTOR}.veomni": "{fsdp_size: 2}",
-    f"{ACTOR}.optim.override_optimizer_config": "{fused: true}",
+    f"{ACTOR}.megatron.override_ddp_config": "{overlap_grad_reduce: true}",
     f"{ACTOR}.freeze_vision_tower": "true",
 }
 

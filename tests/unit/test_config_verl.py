@@ -1,10 +1,16 @@
-"""The rollout section of verl's launch scripts and YAML: it runs as it is, or each key that cannot has an answer."""
+"""The rollout section and the Megatron sections of verl's launch scripts and YAML: they run as they are, or each key that
+cannot has an answer.
+"""
+
+from dataclasses import replace
 
 import pytest
 import yaml
 from config_cases import error_of, load, migrated
 
-ROLLOUT = "actor_rollout_ref.rollout"
+from pellucid.config.migrate import migrate
+
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 SCRIPT = """
     name=vllm mode=sync n=16 temperature=1.0 top_p=1.0 top_k=-1 tensor_model_parallel_size=1 gpu_memory_utilization=0.80
     enforce_eager=False free_cache_engine=True enable_chunked_prefill=True enable_prefix_caching=True max_num_seqs=1024
@@ -92,6 +98,189 @@ def test_the_rollout_block_of_verls_yaml_runs_as_it_is(tmp_path):
     (new := tmp_path / "new.yaml").write_text(text)
     assert load("actor_rollout_ref.model.dtype=bfloat16", source=new).config == loaded.config
     assert "agent" not in yaml.safe_load(text)["actor_rollout_ref"]["rollout"]
+
+
+MEGATRON_FILE = """
+defaults: [ppo_megatron_trainer, _self_]
+data: {train_files: x.parquet, train_batch_size: 16, tool_config_path: null, tokenizer: null}
+algorithm: {_target_: verl.trainer.config.AlgoConfig, adv_estimator: gae}
+actor_rollout_ref:
+  hybrid_engine: True
+  nccl_timeout: 600
+  model:
+    path: m
+    override_config: {model_config: {}, moe_config: {freeze_moe_router: False}}
+    use_remove_padding: false
+    lora: {type: lora, merge: False, rank: 0, alpha: 32, target_modules: [linear_qkv, linear_proj]}
+  actor:
+    _target_: verl.workers.config.McoreActorConfig
+    strategy: megatron
+    ppo_mini_batch_size: 8
+    use_kl_loss: true
+    use_remove_padding: false
+    load_weight: True
+    checkpoint: {_target_: verl.workers.config.McoreCheckpointConfig, async_save: False, strict: True, mbridge_config: {}}
+    optim: &optim
+      _target_: verl.workers.config.McoreOptimizerConfig
+      lr: 1.0e-06
+      clip_grad: 0.5
+      optimizer: adam
+      lr_warmup_init: 0.0
+      lr_decay_steps: null
+      lr_decay_style: linear
+      min_lr: 0.0
+      weight_decay_incr_style: constant
+      lr_wsd_decay_style: exponential
+      lr_wsd_decay_steps: null
+      use_checkpoint_opt_param_scheduler: False
+      use_precision_aware_optimizer: True
+      use_layer_wise_distributed_optimizer: False
+      main_grads_dtype: fp32
+      exp_avg_sq_dtype: fp32
+      muon_momentum: 0.95
+      override_optimizer_config: {}
+    megatron: &megatron
+      _target_: verl.workers.config.McoreEngineConfig
+      param_offload: True
+      grad_offload: True
+      optimizer_offload: True
+      tensor_model_parallel_size: 2
+      expert_model_parallel_size: 1
+      expert_tensor_parallel_size: null
+      pipeline_model_parallel_size: 2
+      virtual_pipeline_model_parallel_size: null
+      context_parallel_size: 1
+      sequence_parallel: True
+      use_distributed_optimizer: True
+      use_dist_checkpointing: False
+      dist_checkpointing_path: null
+      dist_checkpointing_prefix: ''
+      dynamic_context_parallel: False
+      max_seqlen_per_dp_cp_rank: null
+      dist_ckpt_optim_fully_reshardable: False
+      seed: 42
+      override_ddp_config: {}
+      override_transformer_config:
+        recompute_granularity: selective
+        recompute_modules: [core_attn]
+        recompute_method: null
+        recompute_num_layers: null
+        attention_backend: flash
+        apply_rope_fusion: True
+        moe_router_dtype: fp32
+        moe_grouped_gemm: True
+        moe_token_dispatcher_type: flex
+        moe_aux_loss_coeff: 0.0
+        account_for_loss_in_pipeline_split: True
+        moe_router_load_balancing_type: none
+        moe_router_bias_update_rate: 0
+        moe_enable_deepep: True
+        moe_shared_expert_overlap: False
+        deallocate_pipeline_outputs: True
+        persist_layer_norm: True
+        context_parallel_algo: kvallgather_cp_algo
+        use_flash_attn: True
+        use_fused_rmsnorm: True
+        normalization: RMSNorm
+        swiglu: True
+      override_mcore_model_config: {}
+      use_mbridge: True
+      vanilla_mbridge: True
+      use_remove_padding: True
+      pad_bshd_to_minibatch_max: True
+      use_megatron_fsdp: False
+      forward_only: False
+      dtype: bfloat16
+      router_replay: {mode: disabled, record_file: null}
+      qat: {enable: false, mode: w4a16}
+    profiler: &profiler
+      _target_: verl.utils.profiler.ProfilerConfig
+      enable: True
+      all_ranks: True
+      finish_hook_cmd: ${oc.select:global_profiler.finish_hook_cmd,null}
+      tool_config: {npu: {contents: [npu, cpu], level: level0, analysis: True, discrete: True}}
+  ref:
+    strategy: megatron
+    megatron:
+      tensor_model_parallel_size: ${oc.select:actor_rollout_ref.actor.megatron.tensor_model_parallel_size,1}
+      override_transformer_config: ${oc.select:actor_rollout_ref.actor.megatron.override_transformer_config,{}}
+      param_offload: ${oc.select:actor_rollout_ref.actor.megatron.param_offload,False}
+      optimizer_offload: False
+      seed: ${oc.select:actor_rollout_ref.actor.megatron.seed,42}
+      forward_only: True
+    load_weight: True
+  rollout: {name: vllm, n: 4, mode: async, layer_name_map: {qkv_layer_name: qkv}, profiler: {enable: False}}
+critic:
+  strategy: megatron
+  nccl_timeout: 600
+  load_weight: True
+  optim: *optim
+  megatron: *megatron
+  loss_scale_factor: ${oc.select:actor_rollout_ref.actor.loss_scale_factor,null}
+  model:
+    override_config: {model_config: {}, moe_config: {freeze_moe_router: False}}
+    tokenizer_path: ${oc.select:actor_rollout_ref.model.path,null}
+  checkpoint: {save_contents: [model, optimizer, extra], load_contents: "${.save_contents}"}
+reward_model:
+  {enable: False, strategy: megatron, nccl_timeout: 600, load_weight: True, megatron: {tensor_model_parallel_size: 1}, max_length: null,
+   model: {override_config: {}}, reward_loop_module_path: null, reward_loop_class_name: null}
+trainer: {n_gpus_per_node: 8, placement: ray}
+global_profiler:
+  _target_: verl.utils.profiler.ProfilerConfig
+  tool: npu
+  steps: [2, 4]
+  save_path: outputs/profile
+"""
+
+
+def test_a_megatron_file_runs_as_it_is_and_migrates_to_the_same(tmp_path):
+    (file := tmp_path / "mcore.yaml").write_text(MEGATRON_FILE)
+    (plain := tmp_path / "plain.yaml").write_text(MEGATRON_FILE.replace("defaults: [ppo_megatron_trainer, _self_]", ""))
+    config = load(source=plain, base=[]).config
+    actor, layout = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.megatron
+    assert (actor.grad_clip, config.critic.grad_clip, actor.optim.lr_scheduler_type) == (0.5, 0.5, "linear")
+    assert (config.actor_rollout_ref.model.dtype, config.actor_rollout_ref.model.override_config) == ("bfloat16", {})
+    assert (layout.batch_ranks, layout.optimizer_offload, config.data_ranks("ref"), config.data_ranks("critic")) == (4, True, 2, 2)
+    assert config.actor_rollout_ref.ref.megatron.override_transformer_config.recompute_modules == ["core_attn"]
+    done = migrate(str(file))
+    assert not done.unsupported, done.unsupported
+    (new := tmp_path / "new.yaml").write_text(done.yaml)
+    again = load("trainer.ray_address=null", "trainer.total_epochs=1", source=new, base=[]).config
+    assert again.actor_rollout_ref == replace(config.actor_rollout_ref, rollout=again.actor_rollout_ref.rollout)
+    assert again.critic == config.critic
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.ref.strategy=veomni", "reward_model.strategy=veomni", f"{ACTOR}.load_weight=false",
+        f"{ACTOR}.optim.weight_decay_incr_style=linear", f"{ACTOR}.optim.lr_warmup_init=1e-7", f"{ACTOR}.optim.optimizer=sgd",
+        f"{ACTOR}.optim.use_layer_wise_distributed_optimizer=true", f"{ACTOR}.optim.exp_avg_dtype=bf16",
+        f"{ACTOR}.megatron.dynamic_context_parallel=true", f"{ACTOR}.megatron.override_mcore_model_config={{x:1}}",
+        f"{ACTOR}.megatron.override_transformer_config.moe_z_loss_coeff=0.001",
+        f"{ACTOR}.megatron.override_transformer_config.moe_router_dtype=fp64",
+        f"{ACTOR}.megatron.override_transformer_config.moe_router_enable_expert_bias=true",
+        "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router=true",
+    ],
+)  # fmt: skip
+def test_what_megatron_would_do_otherwise_stops_the_run(key):
+    error = error_of(f"{ACTOR}.strategy=megatron", key)
+    assert error.field == key.partition("=")[0] and "asks for what this version does not have" in str(error)
+
+
+@pytest.mark.parametrize("where", ["actor_rollout_ref.actor", "critic"])
+def test_a_number_format_that_megatron_knows_and_this_does_not_is_refused(where):
+    assert error_of(f"{ACTOR}.strategy=megatron", f"{where}.megatron.dtype=float16").field == "actor_rollout_ref.model.dtype"
+
+
+def test_the_settings_of_the_other_engine_may_stay_at_their_defaults():
+    unset = "{param_offload: False, tensor_model_parallel_size: 1, use_mbridge: True, seed: 42, dtype: float32, grad_offload: True}"
+    assert load(f"{ACTOR}.megatron={unset}").config == load().config
+    assert "no effect" in str(error_of(f"{ACTOR}.megatron.tensor_model_parallel_size=2"))
+    fsdp = "{strategy: fsdp, fsdp_size: -1, forward_prefetch: True, use_orig_params: True, forward_only: False, seed: 42}"
+    under = f"{ACTOR}.strategy=megatron"
+    assert load(under, f"{ACTOR}.fsdp_config={fsdp}").config == load(under).config
+    assert "no effect" in str(error_of(under, f"{ACTOR}.fsdp_config.fsdp_size=2"))
 
 
 def test_the_sizes_of_graphs_go_to_vllm():

@@ -52,6 +52,7 @@ python3 -m verl.trainer.main_ppo \
 COMMAND = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet " \
     "actor_rollout_ref.model.path=m actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 "
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MEGATRON = f"{ACTOR}.megatron"
 
 
 def command(*words: str, drops: bool = False):
@@ -153,6 +154,19 @@ def test_what_only_the_shell_knows_is_shown_and_may_be_told(tmp_path):
             {f"{ACTOR}.ppo_max_token_len_per_gpu": 1024},
         ),
         (f"{ACTOR}.ppo_mini_batch_size=16 {ACTOR}.ppo_micro_batch_size_per_gpu=6", {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}),
+        ("model_engine=megatron", {f"{ACTOR}.strategy": "megatron"}),
+        (f"{ACTOR}.model_engine=megatron", {f"{ACTOR}.strategy": "megatron"}),
+        (f"model_engine=megatron {MEGATRON}.dtype=float32", {"actor_rollout_ref.model.dtype": "float32"}),
+        (f"{ACTOR}.optim.lr_decay_style=cosine", {f"{ACTOR}.optim.lr_scheduler_type": "cosine"}),
+        (
+            f"model_engine=megatron {ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True "
+            f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction=0.5",
+            {f"{MEGATRON}.optimizer_offload": True},
+        ),
+        (
+            "+actor_rollout_ref.model.override_config.model_config.max_position_embeddings=9",
+            {"actor_rollout_ref.model.override_config": {"max_position_embeddings": 9}},
+        ),
         (
             "reward_model.reward_manager=dapo +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
             "+reward_model.reward_kwargs.overlong_buffer_cfg.len=64 +reward_model.reward_kwargs.max_resp_len=512",
@@ -193,7 +207,16 @@ def test_what_changes_no_result_is_dropped_with_the_reason(word, tmp_path):
         ("data.image_key=images", "data.image_key"),
         ("distillation.enabled=True distillation.nnodes=1", "distillation.enabled"),
         (f"{ROLLOUT}.name=trtllm", f"{ROLLOUT}.name"),
-        (f"{ACTOR}.optim.override_optimizer_config.fused=True", f"{ACTOR}.optim.override_optimizer_config"),
+        (f"{ACTOR}.optim.override_optimizer_config.fused=True", f"{ACTOR}.optim.override_optimizer_config.fused"),
+        (f"{ACTOR}.optim.min_lr=1e-7 {ACTOR}.optim.lr_decay_style=cosine", f"{ACTOR}.optim.min_lr"),
+        (f"{ACTOR}.optim.lr_decay_steps=9", f"{ACTOR}.optim.lr_decay_steps"),
+        (f"model_engine=megatron {ACTOR}.optim.optimizer=sgd", f"{ACTOR}.optim.optimizer"),
+        (f"model_engine=megatron {MEGATRON}.use_dist_checkpointing=True", f"{MEGATRON}.use_dist_checkpointing"),
+        (f"model_engine=megatron {MEGATRON}.override_transformer_config.moe_aux_loss_coeff=0.1",
+         f"{MEGATRON}.override_transformer_config.moe_aux_loss_coeff"),
+        ("model_engine=megatron trainer.n_gpus_per_node=6 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+         f"{MEGATRON}.tensor_model_parallel_size"),
+        ("model_engine=megatron actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.rank"),
         ("data.trian_batch_size=4", "data.trian_batch_size"),
         ("data.train_batch_size=many", "data.train_batch_size"),
         ("algorithm.adv_estimator=grop", "algorithm.adv_estimator"),
@@ -203,9 +226,7 @@ def test_what_changes_no_result_is_dropped_with_the_reason(word, tmp_path):
         ("+reward_model.reward_kwargs={overlong_buffer_cfg:{enable:true,len:8},max_resp_len:99} data.max_response_length=64",
          "data.max_response_length"),
         ("--config-path=conf --config-name=mine", "--config-name"),
-        (f"{ACTOR}.strategy=megatron {ACTOR}.megatron.tensor_model_parallel_size=2", "engine"),
         ("model_engine=veomni", "engine"),
-        ("--config-name=ppo_megatron_trainer.yaml", "engine"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_named_and_can_be_left_out(words, key, tmp_path):
@@ -213,6 +234,22 @@ def test_what_is_not_supported_is_named_and_can_be_left_out(words, key, tmp_path
     assert next(iter(done.unsupported)) == key, done.unsupported
     assert next(done.lines()).startswith("Not supported")
     loaded(command(words, drops=True), tmp_path)
+
+
+@pytest.mark.parametrize("start", ["--config-name=ppo_megatron_trainer.yaml", "model_engine=megatron", f"{ACTOR}.strategy=megatron"])
+def test_megatron_comes_with_verls_defaults_and_the_roles_are_spread_alike(start, tmp_path):
+    done = command(
+        start, f"{MEGATRON}.tensor_model_parallel_size=2 {MEGATRON}.pipeline_model_parallel_size=2 {ACTOR}.use_kl_loss=True "
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4 critic.megatron.pipeline_model_parallel_size=1 "
+        f"{ACTOR}.ppo_mini_batch_size=2 {ACTOR}.ppo_micro_batch_size_per_gpu=4 data.train_batch_size=8",
+    )  # fmt: skip
+    assert not done.unsupported and "actor_rollout_ref.model.enable_gradient_checkpointing" not in done.added
+    config = loaded(done, tmp_path).config
+    assert config.uses_megatron and config.actor_rollout_ref.model.dtype == "bfloat16"
+    # 2 prompts × 4 samples over 8 ÷ (2 × 2) data ranks are 4 each: the micro-batch stays as it is.
+    assert (config.data_ranks("actor"), config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu) == (2, 4)
+    assert config.megatron("ref").tensor_model_parallel_size == config.megatron("critic").pipeline_model_parallel_size == 2
+    assert {"actor_rollout_ref.ref.megatron.tensor_model_parallel_size", "critic.megatron.pipeline_model_parallel_size"} <= set(done.dropped)
 
 
 def test_the_file_that_a_script_begins_from_is_read(tmp_path):

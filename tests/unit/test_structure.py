@@ -57,7 +57,7 @@ BUDGETS = {
     ("loop", *sorted(RUN - {"loop"})): 3330,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
-    ("config",): 5220,
+    ("config",): 5305,
     tuple(sorted(API)): 835,
     ("tasks", "data", "reward"): 1615,
     ("training",): 4300,
@@ -75,7 +75,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 40_300
+MAX_LINES = 40_430
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

@@ -190,6 +190,23 @@ def _same(key: str, value: Any) -> Tree:
     return {key: value}
 
 
+def _inner(key: str, block: Tree) -> Tree:
+    """Say the keys of a section by keys of the section around it."""
+    return {f"{key.rpartition('.')[0]}.{name}": value for name, value in block.items()}
+
+
+def _optimizer(key: str, block: Any) -> Tree:
+    """Read `override_optimizer_config`, fields of megatron-core's `OptimizerConfig`: where the optimizer's state is.
+
+    Raises:
+        UserError: any other field.
+    """
+    same = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
+    block = _section(key, block, ("optimizer_cpu_offload", *same))
+    role = key.removesuffix(".optim.override_optimizer_config")
+    return {f"{role}.megatron.optimizer_offload": True} if "optimizer_cpu_offload" in block else {}
+
+
 def _loggers(key: str, value: Any) -> Tree:
     """Read the trackers, one or several; a file with the metrics is always written."""
     return {key: [name for name in (value if isinstance(value, list) else [value]) if name != "file"]}
@@ -288,6 +305,7 @@ TABLE: tuple[Row, ...] = (
     Row(f"{_ACTOR}.tis_imp_ratio_cap", (-1, 0), _tis, stops=True),
     Row("*.ppo_micro_batch_size", (), _beside("ppo_micro_batch_size_per_gpu"), stops=True),
     Row("algorithm.rollout_correction", ({},), _correction),
+    Row("*model_engine", ("dp", "fsdp", "fsdp2"), lambda _, value: {f"{_ACTOR}.strategy": value}),
     Row("actor_rollout_ref.hybrid_engine", (True,), lambda *_: {f"{_ROLLOUT}.mode": "separate"}),
     Row(f"{_ROLLOUT}.multi_turn", ({},), _multi_turn),
     Row(f"{_AGENT}.default_agent_loop", ("single_turn_agent",), _agent_loop),
@@ -306,9 +324,17 @@ TABLE: tuple[Row, ...] = (
     Row(f"{_ACTOR}.policy_loss.dro_beta", (), _same),
     Row("*.fsdp_config.model_dtype", ("fp32", "float32"), _dtype),
     Row("*.fsdp_config.dtype", (), _dtype),
+    Row("*.megatron.dtype", (), _dtype),
+    Row("*.use_dist_checkpointing", (False,), remedy="Set it to false, and model.path to a Hugging Face folder."),
+    Row("*.moe_token_dispatcher_type", ("flex",), _same, why="it changes the speed, and no result"),
+    Row("*.override_config.model_config", ({},), _inner),
     Row("*.model.torch_dtype", (), _dtype),
     Row("trainer.logger", (), _loggers),
     Row("*.optim.warmup_style", (), _beside("lr_scheduler_type")),
+    Row("*.optim.lr_decay_style", (), _beside("lr_scheduler_type")),
+    Row("*.optim.lr_decay_steps", (), remedy="Set total_training_steps, over which warm-up and decay are laid out."),
+    Row("*.optim.min_lr", (0,), remedy="Set min_lr_ratio to min_lr ÷ lr, with lr_scheduler_type cosine or linear."),
+    Row("*.optim.override_optimizer_config", ({},), _optimizer),
     Row("*.optim.clip_grad", (), lambda key, value: {key.replace("optim.clip_grad", "grad_clip"): value}),
     Row("reward_model.reward_manager", (), _reward_manager),
     Row("reward_model.reward_kwargs", ({},), _reward_kwargs),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
@@ -20,19 +21,23 @@ from pellucid.config.convert import ConfigError, NoEffectError
 from pellucid.config.launch import Script
 from pellucid.config.load import load_config
 from pellucid.config.trees import Tree, get, has_link, put, remove, walk
-from pellucid.config.verl_keys import DEFAULTS
+from pellucid.config.validate.megatron import SIZES
+from pellucid.config.verl_keys import DEFAULTS, UNDER_MEGATRON
 from pellucid.errors import UserError
 
 _TRAINER = re.compile(r"(verl\.trainer|recipe\.\w+)\.main_(ppo|ppo_sync|dapo)")
-_ENGINES = {"megatron": "Megatron", "veomni": "VeOmni", "fsdp_turbo": "FSDP Turbo", "mlite": "Megatron Lite"}
+_ENGINES = {"veomni": "VeOmni", "fsdp_turbo": "FSDP Turbo", "mlite": "Megatron Lite"}
+_STRATEGY = "actor_rollout_ref.actor.strategy"
 _INSTEAD = {
-    "actor_rollout_ref.actor.strategy": "fsdp2",
+    _STRATEGY: "fsdp2",
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.n": 2,
 }
 """Keys that a config that runs must have, beside what is not supported → their value in its place."""
 
 
+_BATCH_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Ranks that run one batch between them are the product of these."""
 _ENGINE_PROFILER = "actor_rollout_ref.rollout.profiler"
 
 
@@ -106,7 +111,6 @@ def migrate(source: str, drops_unsupported: bool = False, variables: tuple[str, 
         if is_verl := "ppo_" in base or any("verl." in str(value) for _, value in walk(done.tree)):
             done.tree.pop("defaults", None)
     drop_targets(done.tree, done.unknown)
-    _decide_engine(done, base)
     written = {key for key, value in walk(done.tree) if not isinstance(value, dict)}
     for found in find_old(done.tree, {}):
         names = ", ".join(found.old)
@@ -123,6 +127,7 @@ def migrate(source: str, drops_unsupported: bool = False, variables: tuple[str, 
             if (own := get(done.tree, key)) not in (None, value):
                 done.unsupported[key] = f"{json.dumps(own)} here, but {names} asks for {json.dumps(value)}. Keep one."
             put(done.tree, key, value)
+    _decide_engine(done, base)
     if is_launch or "ppo_" in base:
         _add_defaults(done)
     if is_verl:
@@ -199,18 +204,21 @@ def _read_launch(source: str, path: Path | None, variables: tuple[str, ...], cal
 
 
 def _decide_engine(done: Migration, base: str) -> None:
-    """Name first the engine that trains where it is none of this version."""
+    """Add Megatron where verl's config begins from it; name first an engine that is none of this version."""
     actor = get(done.tree, "actor_rollout_ref.actor", {})
-    chosen = f"{base} {get(done.tree, 'model_engine')} {get(done.tree, 'actor')} {actor.get('strategy')} {list(actor)}"
+    chosen = f"{base} {get(done.tree, 'actor')} {actor.get('strategy')} {list(actor)}"
     if engine := next((name for word, name in _ENGINES.items() if word in chosen), None):
         done.unsupported = {
             "engine": f"{engine} is not in this version; its keys have no meaning with FSDP2."
         } | done.unsupported
+    elif "megatron" in chosen and "strategy" not in actor:
+        done.added[_STRATEGY] = "megatron"
+        put(done.tree, _STRATEGY, "megatron")
 
 
 def _add_defaults(done: Migration) -> None:
-    for key, value in DEFAULTS.items():
-        if get(done.tree, key) is None:
+    for key, value in (DEFAULTS | (UNDER_MEGATRON if _is_megatron(done) else {})).items():
+        if value is not None and get(done.tree, key) is None:
             done.added[key] = value
             put(done.tree, key, value)
     devices, machines = (get(done.tree, f"trainer.{name}", 1) for name in ("n_gpus_per_node", "nnodes"))
@@ -234,6 +242,8 @@ def _adjust(done: Migration) -> None:
             ("data.max_prompt_length", 512), ("data.max_response_length", 512), ("trainer.n_gpus_per_node", 1),
             ("trainer.nnodes", 1), ("actor_rollout_ref.rollout.n", 1))
     )  # fmt: skip
+    sizes = {name: get(tree, f"{actor}.megatron.{name}") for name in SIZES} if _is_megatron(done) else {}
+    batch_ranks = [sizes[name] or 1 for name in _BATCH_SIZES if sizes]
     for section in (actor, "actor_rollout_ref.ref", "critic"):
         for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"):
             key = f"{section}.{name}"
@@ -243,8 +253,13 @@ def _adjust(done: Migration) -> None:
                 wanted[key] = prompt + response
         mini = get(tree, f"{section}.ppo_mini_batch_size", get(tree, f"{actor}.ppo_mini_batch_size", 256))
         size = get(tree, key := f"{section}.ppo_micro_batch_size_per_gpu")
-        if _are_numbers(size, mini, devices, machines, n) and (share := mini * n // (devices * machines)):
+        numbers = (size, mini, devices, machines, n, *batch_ranks)
+        if _are_numbers(*numbers) and (share := mini * n * math.prod(batch_ranks) // (devices * machines)):
             wanted[key] = max(number for number in range(1, size + 1) if share % number == 0)  # no gradient changes
+        for name in sizes if section != actor else ():
+            if get(tree, key := f"{section}.megatron.{name}", tree) is not tree:
+                remove(tree, key)
+                done.dropped[key] = "a role is spread as the actor is, on whose ranks it runs"
     for key, value in wanted.items():
         if (old := get(tree, key)) is None:
             done.added[key] = value
@@ -284,6 +299,10 @@ def _check(done: Migration) -> None:
             elif not any(_is_open(done, get(tree, key)) for key in present):
                 done.unsupported[error.field] = f"{error.reason} {error.remedy}".strip()
             _drop(tree, present, DEFAULTS | _INSTEAD)
+
+
+def _is_megatron(done: Migration) -> bool:
+    return get(done.tree, _STRATEGY) == "megatron"
 
 
 def _are_numbers(*values: Any) -> bool:
