@@ -117,8 +117,8 @@ def _check_contents(config: RunConfig, checkpoint: Path) -> None:
         other, run = "fsdp2" if config.uses_megatron else "megatron", checkpoint.parent.parent
         reason = f"is {config.actor_rollout_ref.actor.strategy}, and '{checkpoint}' was written by {other}."
         remedy = (
-            f"Set it to {other}; or go on from its weights alone: pellucid export {checkpoint} --out FOLDER, then train "
-            f"in another folder than {run} with actor_rollout_ref.model.path=FOLDER."
+            f"Set it to {other}; or go on from its weights alone: pellucid export {checkpoint} --out FOLDER, then "
+            f"train in another folder than {run} with actor_rollout_ref.model.path=FOLDER."
         )
         raise UserError("actor_rollout_ref.actor.strategy", reason, remedy)
     # Shards hold model and optimizer; that they lack one of them shows when they are read.

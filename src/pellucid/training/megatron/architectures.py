@@ -31,7 +31,7 @@ def require_megatron(device: str) -> None:
 
 
 def import_adaptor(device: str) -> None:
-    """On a device of the kind `npu` let MindSpeed change torch and megatron-core, which must not have been imported yet."""
+    """On a device of the kind `npu` let MindSpeed change torch and megatron-core, which nothing may have imported."""
     if device == "npu":
         importlib.import_module("mindspeed.megatron_adaptor")
 

@@ -26,9 +26,9 @@ from pellucid.training.common.buckets import in_buckets
 
 parallel_state: Any = core.parallel_state  # whose groups are typed as what they never are
 Kind = Literal["whole", "rows", "columns", "heads", "gate_up", "qkv"]
-"""How a parameter is divided over tensor-parallel ranks: not at all, by rows, by columns, by the columns of query heads,
-by the rows of its two halves, or by groups of query heads with their key and value head, which lie side by side. Rows of
-the vocabulary and groups are padded with zeros where they do not come out."""
+"""How a parameter is divided over tensor-parallel ranks: not at all, by rows, by columns, by the columns of query
+heads, by the rows of its two halves, or by groups of query heads with their key and value head, which lie side by side.
+Rows of the vocabulary and groups are padded with zeros where they do not come out."""
 
 _LAYER = "model.layers.{layer}."
 _NAMES: dict[str, tuple[Kind, tuple[str, ...]]] = {
@@ -91,7 +91,8 @@ class Shapes:
         heads = fields["num_attention_heads"]
         size = fields.get("head_dim") or fields["hidden_size"] // heads
         groups = fields.get("num_key_value_heads") or heads
-        return cls(model.vocab_size, size, groups, heads // groups, fields.get("num_experts") or fields.get("num_local_experts") or 0)
+        experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
+        return cls(model.vocab_size, size, groups, heads // groups, experts)
 
 
 def _parts(chunk: Any, *, scalar: bool) -> Iterator[tuple[torch.nn.Parameter, _Part]]:

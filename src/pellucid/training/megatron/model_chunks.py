@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from pellucid.errors import UserError
 from pellucid.training.common.packing import ModelInput
 from pellucid.training.megatron.architectures import rope
 from pellucid.training.megatron.layout import MegatronLayout
@@ -103,9 +104,13 @@ def chunk_config(
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
     } | experts
-    if recompute:
+    if recompute and "recompute_granularity" not in overrides:
         known |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(**known | overrides)
+    try:
+        return TransformerConfig(**known | overrides)
+    except (ValueError, AssertionError) as error:
+        field, reason = "actor_rollout_ref.actor.megatron", f"megatron-core refuses it: {error}"
+        raise UserError(field, reason, "Change override_transformer_config or the sizes.") from error
 
 
 class PackedNorm(torch.nn.RMSNorm):

@@ -188,12 +188,6 @@ def read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the folder holds no such checkpoint, or one of another model.
     """
-    if not (folder / MEGATRON_SHARDS).is_dir():
-        reason = f"'{folder}' was not written by strategy megatron."
-        remedy = (
-            "Export that run (pellucid export RUN --out MEGATRON_SHARDS) and start from MEGATRON_SHARDS, or resume with its own strategy."
-        )
-        raise UserError("trainer.resume_mode", reason, remedy)
     load: Any = dist_checkpointing.load
     try:
         return load(state, str(folder / MEGATRON_SHARDS))
