@@ -21,9 +21,10 @@ from pellucid.devices import keep_freed_memory, measure_gemm_flops
 from pellucid.rollout.native import NativeRolloutEngine
 from pellucid.rollout.native.decoder import SampledPolicy
 from pellucid.tasks.arithmetic import Arithmetic, ArithmeticArgs
+from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import BUILTIN, eos_token_ids, load_model, load_tokenizer
 from pellucid.training.common.optimizer import Schedule, ScheduledAdamW
-from pellucid.training.fsdp import FsdpEngine, MicroBatching
+from pellucid.training.fsdp import FsdpEngine
 from pellucid.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

@@ -175,6 +175,8 @@ def _own(kind: Kind, sources: list[Any], shapes: Shapes, rank: int, size: int, s
 def _rows(source: Any, start: int, number: int) -> torch.Tensor:
     """Return `number` rows from `start` on, zeros where the source has no more."""
     rows = source[start : start + number]
+    if len(rows) == number:
+        return rows
     return torch.cat([rows, rows.new_zeros(number - rows.shape[0], *rows.shape[1:])])
 
 
@@ -210,7 +212,7 @@ def _whole(part: _Part, local: torch.Tensor, shapes: Shapes) -> Iterator[tuple[s
     joined = local
     if part.kind != "whole":
         joined = _joined(part.kind, _gathered(local, experts() if expert else dense()))
-    copies, num_local = [joined], 0
+    copies, num_local = joined[None], 0
     if expert:
         by_expert = parallel_state.get_expert_model_parallel_group()
         copies, num_local = _gathered(joined, by_expert), shapes.num_experts // by_expert.size()
@@ -218,21 +220,20 @@ def _whole(part: _Part, local: torch.Tensor, shapes: Shapes) -> Iterator[tuple[s
         yield from zip(part.of_experts(rank, num_local), _pieces(part, whole, shapes), strict=True)
 
 
-def _gathered(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+def _gathered(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return [R, ...] of a group's R ranks."""
     if group.size() == 1:
-        return [tensor]
-    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(tensors, tensor.contiguous(), group=group)
-    return tensors
+        return tensor[None]
+    together = tensor.new_empty(group.size(), *tensor.shape)
+    dist.all_gather(list(together), tensor.contiguous(), group=group)
+    return together
 
 
-def _joined(kind: Kind, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the whole parameter from the tensor-parallel ranks' parts."""
-    if len(parts) == 1:
-        return parts[0]
+def _joined(kind: Kind, parts: torch.Tensor) -> torch.Tensor:
+    """Return the whole parameter from the tensor-parallel ranks' parts [R, ...]; without a copy where they are rows."""
     if kind == "gate_up":
-        return torch.cat([half for halves in zip(*(part.chunk(2) for part in parts)) for half in halves])
-    return torch.cat(parts, dim=1 if kind in ("columns", "heads") else 0)
+        return parts.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)
+    return parts.movedim(0, 1).flatten(1, 2) if kind in ("columns", "heads") else parts.flatten(0, 1)
 
 
 def _pieces(part: _Part, whole: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
@@ -293,6 +294,7 @@ def write_model_folder(
         parts.append(list(state))
         total += sum(tensor.nbytes for tensor in state.values())
         dtype = next(iter(state.values())).dtype
+        del bucket, state  # or they would stay while the next ones come
     places = {}
     for number, names in enumerate(parts, 1):
         file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"

@@ -77,6 +77,7 @@ class MegatronEngine:
         micro_batching: MicroBatching,
         layout: MegatronLayout,
         *,
+        num_parameters: int,
         scalar: bool = False,
         offload: bool = False,
         balance_ranks: bool = True,
@@ -84,8 +85,8 @@ class MegatronEngine:
     ) -> None:
         """Take over this rank's `chunks`, filled with the weights of a model with the Hugging Face config `model`.
 
-        `scalar`: it is a value model. `offload` keeps weights and gradients in CPU memory between passes.
-        `balance_ranks` gives data-parallel ranks about as many tokens each.
+        `num_parameters` are those of the whole model. `scalar`: it is a value model. `offload` keeps weights and
+        gradients in CPU memory between passes. `balance_ranks` gives data-parallel ranks about as many tokens each.
         """
         self.layout, self.device, self.dtype = layout, layout.device, config.params_dtype
         self.micro_batching, self._scalar, self._hf_config = micro_batching, scalar, model
@@ -99,7 +100,7 @@ class MegatronEngine:
         if training is not None:
             self._prepare_training(training)
         self._offload = offload and self.device.type != "cpu"
-        self._num_parameters = self._count_parameters()
+        self._num_parameters = num_parameters
         self._leave_device()
 
     def _prepare_training(self, training: Training) -> None:
@@ -126,15 +127,6 @@ class MegatronEngine:
         for part in self._optimizer.chained_optimizers:
             if type(part.optimizer) is torch.optim.AdamW:
                 _make_moments(part.optimizer)
-
-    def _count_parameters(self) -> int:
-        """Return the parameters of the whole model, as many as its Hugging Face form has."""
-        names = set()
-        total = 0
-        for name, tensor in self._hf_tensors():
-            total += tensor.numel() if name not in names else 0
-            names.add(name)
-        return total
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -511,7 +503,20 @@ def load_engine(
         classifier = "score.weight" in source
         chunks = make_chunks(model, config, layout, scalar=scalar, scalar_bias="score.bias" in source)
         read_weights(chunks, source, Shapes.of(model), scalar=scalar, missing_head=not classifier)
-    return MegatronEngine(chunks, model, config, training, micro_batching, layout, scalar=scalar, **options)
+        sizes = {name: math.prod(tensor.get_shape()) for name, tensor in source.items()}
+    if scalar and not classifier:
+        sizes["lm_head.weight"] = model.hidden_size
+    return MegatronEngine(
+        chunks,
+        model,
+        config,
+        training,
+        micro_batching,
+        layout,
+        num_parameters=sum(sizes.values()),
+        scalar=scalar,
+        **options,
+    )
 
 
 @torch.no_grad()
