@@ -1,7 +1,7 @@
 """What each rank runs in `test_megatron.py`: functions of plain arguments to plain results, as in `sharded.py`."""
 
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ class Spread:
     folder: Path
     setup: Setup
     sizes: ParallelSizes
-    recompute: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `load_engine`."""
 
 
 def make_engine(spread: Spread, **options: Any) -> Any:
@@ -50,7 +51,7 @@ def make_engine(spread: Spread, **options: Any) -> Any:
         setup.dtype,
         field="model",
         scalar=setup.role == "critic",
-        recompute=spread.recompute,
+        **spread.options,
         **options,
     )
 

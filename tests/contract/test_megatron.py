@@ -26,7 +26,7 @@ from megatron_ranks import Spread
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("megatron")]
 TOLERANCE = 1e-5
-NUM_UPDATES = 3
+NUM_UPDATES = 10
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,16 @@ def norm_of(state: State, names) -> torch.Tensor:
 
 
 def assert_agree(traces: list[Trace], expected: Trace) -> None:
-    """Results, losses and gradient norms to 1e-5, weights after the updates to 1e-4; the same bits on every rank."""
+    """Results, loss and gradient norm of the same weights to 1e-5; those after updates, and the weights, to 1e-4.
+
+    Every rank has the same bits.
+    """
     kinds = len(traces[0].results) // len(expected.results)
     for trace in traces:
-        for mine, theirs in zip(trace.results[::kinds], expected.results, strict=True):
-            assert relative(mine, theirs) < TOLERANCE
-        for mine, theirs in zip(trace.numbers, expected.numbers, strict=True):
-            assert mine == pytest.approx(theirs, rel=TOLERANCE)
+        for index, (mine, theirs) in enumerate(zip(trace.results[::kinds], expected.results, strict=True)):
+            assert relative(mine, theirs) < (TOLERANCE if index < 2 else 1e-4)
+        for index, (mine, theirs) in enumerate(zip(trace.numbers, expected.numbers, strict=True)):
+            assert mine == pytest.approx(theirs, rel=1e-4 if index else TOLERANCE)
         names = [name for name in trace.state if name in expected.state]
         assert len(names) >= len(trace.state) - 1  # of a critic the head is called otherwise
         assert relative(norm_of(trace.state, names), norm_of(expected.state, names)) < 1e-4
@@ -96,8 +99,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("role", ["policy", "critic"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+CRITICS = ("one", "tensor", "pipeline-tied", "tensor-context", "pipeline-data")
+"""Layouts that always run with a value head, too; the others with `make test-long`."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        *((layout, "policy") for layout in LAYOUTS),
+        *(pytest.param(layout, "critic", marks=[] if layout in CRITICS else pytest.mark.long) for layout in LAYOUTS),
+    ],
+)
 def test_layouts_agree_with_one_process(ranks, folders, layout, role):
     num_ranks, architecture, sizes = LAYOUTS[layout]
     setup = Setup(architecture=architecture, role=role, lr=1e-3)
@@ -139,9 +151,25 @@ def test_cuts_and_clipping_agree_with_one_process(ranks, folders, options):
     assert_agree(ranks.run(4, megatron_ranks.run_updates, spread, NUM_UPDATES), in_one_process(setup))
 
 
-def test_recomputation_changes_nothing(ranks, folders):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": True},
+        {"sequence_parallel": False},
+        {"overrides": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}},
+    ],
+    ids=str,
+)
+def test_what_saves_memory_changes_nothing(ranks, folders, options):
     setup = Setup(lr=1e-3)
-    spread = Spread(folders(setup), setup, ParallelSizes(tensor=2), recompute=True)
+    spread = Spread(folders(setup), setup, ParallelSizes(tensor=2), options=options)
+    assert_agree(ranks.run(2, megatron_ranks.run_updates, spread, NUM_UPDATES), in_one_process(setup))
+
+
+def test_stages_need_not_have_as_many_layers_each(ranks, folders):
+    setup = Setup(architecture="llama_deep", lr=1e-3)
+    uneven = {"overrides": {"num_layers_in_first_pipeline_stage": 1}}
+    spread = Spread(folders(setup), setup, ParallelSizes(pipeline=2), options=uneven)
     assert_agree(ranks.run(2, megatron_ranks.run_updates, spread, NUM_UPDATES), in_one_process(setup))
 
 
@@ -211,8 +239,17 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
-@pytest.mark.parametrize("case", SAVED)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.float32) for case in SAVED),
+        *(
+            pytest.param(case, torch.bfloat16, marks=[] if case in ("data", "padded-to-whole") else pytest.mark.long)
+            for case in SAVED
+        ),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_is_read_by_any_layout(ranks, folders, case, dtype, tmp_path):
     """Weights come back bit for bit, and so does the next update where the layout is the same."""
     num_ranks, architecture, sizes, num_readers, other = SAVED[case]
