@@ -91,6 +91,7 @@ def test_the_extras_of_a_recipe(tmp_path):
     files = "data.val_files=['task:arithmetic','task:reasoning_gym:leg_counting']"
     many = config(tmp_path, "trainer.placement=ray", "trainer.logger=[wandb,console]", files, "actor_rollout_ref.model.lora_rank=4")
     assert software.needed_extras(many) == {"ray", "wandb", "lora", "reasoning-gym"}
+    assert software.needed_extras(config(tmp_path, "actor_rollout_ref.actor.strategy=megatron")) == {"megatron"}
     for engine in ("vllm", "sglang"):
         named = f"actor_rollout_ref.rollout.name={engine}"
         assert software.needed_extras(config(tmp_path, named)) == {engine}
@@ -255,6 +256,9 @@ def test_checkpoints_to_come(tmp_path, keep, save_freq, steps, there, more):
     assert storage.check_run_directory(run, 2**60).status == "problem"
 
 
+MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "numbers_a_weight"),
     [
@@ -263,6 +267,7 @@ def test_checkpoints_to_come(tmp_path, keep, save_freq, steps, there, more):
         (["actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,hf_model]"], 4),
         (["algorithm.adv_estimator=gae"], 6),
         (["algorithm.adv_estimator=gae", "trainer.placement=ray", "trainer.n_gpus_per_node=4", "trainer.resource_pools={critic: 2}"], 6),
+        (["algorithm.adv_estimator=gae", "trainer.placement=ray", "trainer.n_gpus_per_node=4", *MEGATRON], 6),
     ],
 )
 def test_the_size_of_a_checkpoint_does_not_depend_on_the_ranks(tmp_path, overrides, numbers_a_weight):

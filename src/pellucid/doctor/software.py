@@ -22,7 +22,7 @@ from pellucid.doctor.findings import Finding, Status
 from pellucid.errors import installed_version
 
 _PACKAGE = "pellucid"
-_SHOWN = ("torch", "transformers", "ray", "peft", "vllm", "sglang")
+_SHOWN = ("torch", "transformers", "ray", "peft", "vllm", "sglang", "megatron-core")
 _NVIDIA_GPUS, _NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
 
 
@@ -43,6 +43,8 @@ def needed_extras(config: RunConfig) -> set[str]:
         extras.add("ray")
     if config.actor_rollout_ref.model.lora_rank:
         extras.add("lora")
+    if config.uses_megatron:
+        extras.add("megatron")
     if config.actor_rollout_ref.rollout.server_addresses:
         extras.add("serve")
     elif config.actor_rollout_ref.rollout.name == "vllm":

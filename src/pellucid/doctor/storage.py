@@ -8,6 +8,8 @@ import shutil
 import tempfile
 
 from pellucid.config import Plan, RunConfig
+from pellucid.config.memory import WIDTHS
+from pellucid.config.model_facts import read_model_facts
 from pellucid.config.plan import size
 from pellucid.doctor.findings import Finding
 from pellucid.doctor.machine import Machine
@@ -32,6 +34,14 @@ def checkpoint_bytes(config: RunConfig, plan: Plan | None) -> int | None:
     if plan is None or plan.memory is None:
         return None
     memory, copy = plan.memory, config.copy_ranks("actor")
+    if config.uses_megatron:  # whose ranks divide weights and optimizer in different ways
+        assert plan.model is not None
+        critic = (read_model_facts(config.critic.model.path) or plan.model) if config.has_critic else None
+        number = plan.model.num_parameters + (0 if critic is None else critic.num_parameters)
+        width = WIDTHS[config.actor_rollout_ref.model.dtype]
+        masters = 0 if width == 4 else 4
+        parts = {"model": (width + masters) * number, "optimizer": 8 * number, "hf_model": width * number}
+        return sum(parts.get(part, 0) for part in config.actor_rollout_ref.actor.checkpoint.save_contents)
     critic = (memory.critic + plan.pool_bytes.get("critic", 0)) * config.copy_ranks("critic")
     # What has a gradient is saved; of the critic's four numbers a weight, the gradient is not.
     parts = {"model": memory.gradients * copy + critic // 4, "optimizer": memory.optimizer * copy + critic // 2}

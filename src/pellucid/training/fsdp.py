@@ -128,7 +128,7 @@ class FsdpEngine:
                 on_done(len(micro.rows))
         self.in_hand = []
         if self.sharding is not None:
-            total_loss = self._agree(total_loss, failure)
+            total_loss = self.sharding.loss_of_all(total_loss, failure)
             whole.add_up(self.sharding.sum)
         elif failure is not None:
             raise failure
@@ -145,20 +145,6 @@ class FsdpEngine:
         self.version += 1
         balance = measure_balance(sequences, whole.shares) if len(whole.shares) > 1 else None
         return UpdateResult(whole.scores, total_loss, grad_norm, lr, balance)
-
-    def _agree(self, loss: float, failure: NonFiniteError | None) -> float:
-        """Return the loss of all ranks together.
-
-        Raises:
-            NonFiniteError: on every rank, the failure of the lowest that has one.
-        """
-        assert self.sharding is not None
-        total = float(self.sharding.sum(torch.tensor(loss, dtype=torch.float64, device=self.device)))
-        if math.isfinite(total):
-            return total
-        found = self.sharding.first(None if failure is None else (failure.value, failure.rows))
-        assert found is not None
-        raise NonFiniteError("loss", *found)
 
     @torch.no_grad()
     def predicting_states(self, inputs: ModelInput) -> torch.Tensor:

@@ -7,7 +7,7 @@ else in it knows of ranks.
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-Item = TypeVar("Item")
+from pellucid.training.common.rank_sums import RankSums
+
 REPLICATE, SHARD = "replicate", "shard"
 MEET_S = 300.0
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -84,7 +85,7 @@ class Root(torch.nn.Module):
         return compute()
 
 
-class Sharding:
+class Sharding(RankSums):
     """A model whose tensors are spread over the ranks, and what the engine asks of the other ranks.
 
     Wraps `model` in place; make its optimizer afterwards, over the parameters that it then has. All methods but `local`
@@ -93,9 +94,9 @@ class Sharding:
 
     def __init__(self, model: PreTrainedModel, plan: ShardingPlan, device: torch.device) -> None:
         """Shard `model` over all ranks; every rank must hold the same weights."""
-        self.plan, self.device = plan, device
+        super().__init__(device)
+        self.plan = plan
         self.mesh = _make_mesh(device, plan.fsdp_size)
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.root: Any = _wrap(model, plan, self.mesh, device)
         self._background: dist.ProcessGroup | None = None
         self._running = False
@@ -139,23 +140,6 @@ class Sharding:
         square = local_norm.to(self.device, torch.float64).square()
         dist.all_reduce(square, group=self.mesh[SHARD].get_group())
         return square.sqrt().to(local_norm.dtype)
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` up over all ranks, in place."""
-        dist.all_reduce(tensor)
-        return tensor
-
-    def largest(self, number: int) -> int:
-        """Return the largest of all ranks' numbers."""
-        tensor = torch.tensor(number, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return int(tensor)
-
-    def first(self, item: Item | None) -> Item | None:
-        """Return the item of the lowest rank that has one."""
-        items: list[Item | None] = [None] * self.num_ranks
-        dist.all_gather_object(items, item)
-        return next((found for found in items if found is not None), None)
 
 
 def _wrap(model: PreTrainedModel, plan: ShardingPlan, mesh: DeviceMesh, device: torch.device) -> Any:

@@ -4,16 +4,13 @@ Made once a process, from `actor.megatron.*`; megatron-core keeps the groups, wh
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
+from pellucid.training.common.rank_sums import RankSums
 from pellucid.training.megatron.cpu_adapter import megatron_calls
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +31,13 @@ class ParallelSizes:
     """Ranks between which the matrices of an expert are divided; None: as many as `tensor`."""
 
 
-class MegatronLayout:
+class MegatronLayout(RankSums):
     """The place of this rank, and what it asks of other ranks. All methods but properties are collective."""
 
     def __init__(self, sizes: ParallelSizes, device: torch.device) -> None:
         """Join the process groups of `sizes`, over the default process group that this process has joined."""
-        self.sizes, self.device = sizes, device
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        super().__init__(device)
+        self.sizes = sizes
         if not parallel_state.model_parallel_is_initialized():
             with megatron_calls(device):
                 parallel_state.initialize_model_parallel(
@@ -73,27 +70,7 @@ class MegatronLayout:
         """What the number of tokens in a pack must be a multiple of."""
         return self.sizes.context * self.sizes.tensor
 
-    @cached_property
-    def background(self) -> dist.ProcessGroup:
-        """A group of all ranks for what runs beside training, whose collectives it keeps out of the way of."""
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        return group
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` up over all ranks, in place."""
-        dist.all_reduce(tensor)
-        return tensor
-
     def num_micro_batches(self, own: int) -> int:
         """Return how many micro-batches every rank runs: the most that one has, as the schedule can divide them."""
-        number = torch.tensor(max(own, 1), device=self.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
         group = self.sizes.pipeline if self.sizes.virtual_pipeline else 1
-        return -(-int(number) // group) * group
-
-    def first(self, item: Item | None) -> Item | None:
-        """Return the item of the lowest rank that has one."""
-        items: list[Item | None] = [None] * self.num_ranks
-        dist.all_gather_object(items, item)
-        return next((found for found in items if found is not None), None)
+        return -(-self.largest(max(own, 1)) // group) * group

@@ -160,7 +160,7 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         total, failure = self._run_schedule(whole, head, loss, on_done)
-        total = self._agree(total, failure)
+        total = self.layout.loss_of_all(total, failure)
         whole.add_up(self.layout.sum)
         with self._gradients_shown(), self._probe.unit(Unit.OPTIMIZER_STEP), megatron_calls(self.device):
             self._optimizer.prepare_grads()
@@ -343,19 +343,6 @@ class MegatronEngine:
         size = min(rows, self._shapes.vocabulary - start)
         group = self.layout.state.get_tensor_model_parallel_group()
         return OutputLayer(module, VocabularyShard(group, start, size))
-
-    def _agree(self, loss: float, failure: NonFiniteError | None) -> float:
-        """Return the loss of all ranks together.
-
-        Raises:
-            NonFiniteError: on every rank, the failure of the lowest that has one.
-        """
-        total = float(self.layout.sum(torch.tensor(loss, dtype=torch.float64, device=self.device)))
-        if math.isfinite(total):
-            return total
-        found = self.layout.first(None if failure is None else (failure.value, failure.rows))
-        assert found is not None
-        raise NonFiniteError("loss", *found)
 
     @contextmanager
     def _gradients_shown(self) -> Iterator[None]:
