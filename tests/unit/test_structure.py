@@ -68,7 +68,7 @@ BUDGETS = {
     ("observe",): 4860,
     ("precision",): 3485,
     ("metrics", "files"): 1795,
-    ("cli", "doctor"): 2215,
+    ("cli", "doctor"): 2225,
     ("view",): 880,
 }
 """Rooms, and modules beside them, and how many lines they may have together, docstrings and blank lines included.
