@@ -15,7 +15,7 @@ from pellucid.loading import load_policy
 from pellucid.rollout.native.copied import GatheredPolicy
 from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import POLICY, model_folder, read_config
-from pellucid.training.common.value_models import CRITIC, REWARD_MODEL, value_head_class
+from pellucid.training.common.value_models import CRITIC, REWARD_MODEL, check_one_label, value_head_class
 from pellucid.training.megatron.layout import MegatronLayout, ParallelSizes
 from pellucid.training.megatron.megatron_engine import MegatronEngine, Training, load_engine
 from pellucid.training.sharding import join_alone
@@ -63,7 +63,8 @@ class MegatronEngines:
         section = self._config.critic
         path, model = section.model.path, section.model
         own = read_config(path, model.override_config, trust_remote_code=model.trust_remote_code, field=CRITIC)
-        value_head_class(path, own, CRITIC)
+        if value_head_class(path, own, CRITIC) is not None:
+            check_one_label(path, own, CRITIC)
         return self._load(
             path,
             own,
@@ -82,6 +83,7 @@ class MegatronEngines:
         assert path is not None
         own = read_config(path, None, trust_remote_code=trust, field=REWARD_MODEL)
         value_head_class(path, own, REWARD_MODEL)
+        check_one_label(path, own, REWARD_MODEL)
         layout = self._config.megatron("reward_model")
         return self._load(path, own, REWARD_MODEL, layout, reward_cut(section), scalar=True)
 
@@ -98,6 +100,8 @@ class MegatronEngines:
         scalar: bool = False,
     ) -> MegatronEngine:
         overrides = {name: value for name, value in asdict(section.override_transformer_config).items() if value}
+        if self._layout.sizes.pipeline == 1:  # one process that runs a failure of several stages again
+            overrides = {name: value for name, value in overrides.items() if "pipeline_stage" not in name}
         return load_engine(
             _local_folder(path, field),
             model,

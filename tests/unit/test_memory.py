@@ -138,9 +138,6 @@ def chunks_of(name: str, settings: RunConfig, rank: int, num_ranks: int):
     sizes, cpu = parallel_sizes(section), torch.device("cpu")
     architecture = {"tied": "llama", "qwen3_odd": "qwen3"}.get(name, name)
     model = AutoConfig.for_model(architecture, **SHAPES[name])
-    if dist.is_initialized():  # by an engine of another test, alone
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         with megatron_calls(cpu):
@@ -157,6 +154,17 @@ def chunks_of(name: str, settings: RunConfig, rank: int, num_ranks: int):
             made = chunk_config(model, layout, torch.bfloat16, recompute=False, overrides=overrides)
             yield make_chunks(model, made, layout, scalar=False)
     finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays():
+    """An engine that is alone joins a group, which other tests must not find."""
+    yield
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -63,22 +63,32 @@ def load_value_model(
     if classifier is None:
         check_head(model, field)
         _set_zero_head(model)
+    else:
+        check_one_label(path, model.config, field)
     return prepare_model(model, device, gradient_checkpointing=gradient_checkpointing, field=field)
 
 
 def value_head_class(path: str, config: PretrainedConfig, field: str) -> Any:
-    """Return the auto class of a classifier with one label, or None of a causal LM, whose head is to be replaced.
+    """Return the auto class of a classifier, or None of a causal LM, whose head is to be replaced.
 
     Raises:
-        UserError: it is a classifier of several labels; or a reward model, and no classifier.
+        UserError: it is a reward model, and no classifier.
     """
     architecture = (config.architectures or [""])[0]
     classifier = next((kind for ending, kind in _CLASSIFIERS.items() if architecture.endswith(ending)), None)
     if classifier is None and field == REWARD_MODEL:
         raise UserError(field, f"'{path}' ({architecture}) has no scalar head, so it scores nothing.", _ACCEPTED)
-    if classifier is not None and config.num_labels != 1:
-        raise UserError(field, f"'{path}' is a classifier of {config.num_labels} labels, not of one.", _ACCEPTED)
     return classifier
+
+
+def check_one_label(path: str, config: PretrainedConfig, field: str) -> None:
+    """Refuse a classifier of several labels.
+
+    Raises:
+        UserError: it is one.
+    """
+    if config.num_labels != 1:
+        raise UserError(field, f"'{path}' is a classifier of {config.num_labels} labels, not of one.", _ACCEPTED)
 
 
 def load_reward_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
