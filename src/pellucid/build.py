@@ -94,6 +94,8 @@ def _check_megatron(config: RunConfig) -> None:
     require_megatron(devices.choose_device(config.trainer.device).type)
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward_model.model
     models = [("actor", POLICY, policy.path, policy.override_config, policy.trust_remote_code)]
+    if config.has_own_reference:
+        models.append(("ref", *models[0][1:]))
     if config.has_critic:
         models.append(("critic", CRITIC, critic.path, critic.override_config, critic.trust_remote_code))
     if config.reward_model.enable:
@@ -102,7 +104,8 @@ def _check_megatron(config: RunConfig) -> None:
     for role, field, path, overrides, trusted in models:
         check_architecture(read_config(path, overrides, trust_remote_code=trusted, field=field), field)
         if (facts := read_model_facts(path)) is not None:
-            section = "critic" if role == "critic" else "actor_rollout_ref.actor"
+            sections = {"critic": "critic", "ref": "actor_rollout_ref.ref"}
+            section = sections.get(role, "actor_rollout_ref.actor")
             raise_all(list(model_mistakes(f"{section}.megatron", config.megatron(role), facts)))
 
 

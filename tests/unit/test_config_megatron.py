@@ -54,6 +54,7 @@ def models(tmp_path):
         },
         "neox": {"model_type": "gpt_neox"},
         "biased": {"mlp_bias": True},
+        "stretched": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}},
         "half rotary": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
     }
     for name, changed in fields.items():
@@ -111,10 +112,16 @@ LAYOUTS = {
         "override_transformer_config.recompute_num_layers",
         ["no effect", "recompute_granularity"],
     ),
-    "tokens undivided": (
-        megatron(TP=2, EP=2, sequence_parallel="false"),
-        "sequence_parallel",
-        ["only where tokens are divided"],
+    "a stage of one": (
+        megatron(**{"override_transformer_config.num_layers_in_first_pipeline_stage": 2}),
+        "override_transformer_config.num_layers_in_first_pipeline_stage",
+        ["one stage"],
+    ),
+    "unknown module": (
+        megatron(**{"override_transformer_config.recompute_granularity": "selective"})
+        + megatron(**{"override_transformer_config.recompute_modules": "[layernorm]"}),
+        "override_transformer_config.recompute_modules[0]",
+        ["core_attn | mlp | moe"],
     ),
 }
 
@@ -145,6 +152,21 @@ OTHERS = {
         ["3 ranks = 1 × 2 + 1"],
     ),
     "critic's strategy": ([GAE, "critic.strategy=fsdp2"], "critic.strategy", ["one kind"]),
+    "reference's layers": (
+        [KL, "trainer.resource_pools={ref: 3}", *megatron("actor_rollout_ref.ref", PP=3)],
+        "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size",
+        ["4 layers do not divide by 3"],
+    ),
+    "exact KL elsewhere": (
+        [KL, f"{ACTOR}.kl_loss_type=full", *megatron("actor_rollout_ref.ref", param_offload="true")],
+        "actor_rollout_ref.ref.megatron.param_offload",
+        ["the actor's passes"],
+    ),
+    "reference's recomputation": (
+        [KL, *megatron("actor_rollout_ref.ref", **{"override_transformer_config.recompute_granularity": "full"})],
+        "actor_rollout_ref.ref.megatron.override_transformer_config.recompute_granularity",
+        ["no backward pass"],
+    ),
     "adapters": (["actor_rollout_ref.model.lora_rank=4"], "actor_rollout_ref.model.lora_rank", ["FSDP2 only"]),
     "exact KL": ([KL, f"{ACTOR}.kl_loss_type=full", *megatron(PP=2)], f"{ACTOR}.kl_loss_type", ["one rank"]),
     "laboratory": (
@@ -188,6 +210,8 @@ def test_what_does_not_go_with_it_is_explained(tmp_path, case):
     ("model", "overrides", "field", "words"),
     [
         ("experts", megatron(EP=4), OF_ALL + "expert_model_parallel_size", ["6 experts do not divide by 4"]),
+        ("experts", megatron(TP=2, sequence_parallel="false"), OF_ALL + "sequence_parallel", ["tokens are divided"]),
+        ("stretched", [], "actor_rollout_ref.model.path", ["dynamic"]),
         ("neox", [], "actor_rollout_ref.model.path", ["gpt_neox", "llama"]),
         ("biased", [], "actor_rollout_ref.model.path", ["mlp_bias"]),
         ("half rotary", [], "actor_rollout_ref.model.path", ["partial_rotary_factor"]),

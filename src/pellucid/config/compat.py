@@ -326,7 +326,6 @@ TABLE: tuple[Row, ...] = (
     Row("*.fsdp_config.dtype", (), _dtype),
     Row("*.megatron.dtype", (), _dtype),
     Row("*.use_dist_checkpointing", (False,), remedy="Set it to false, and model.path to a Hugging Face folder."),
-    Row("*.moe_token_dispatcher_type", ("flex",), _same, why="it changes the speed, and no result"),
     Row("*.override_config.model_config", ({},), _inner),
     Row("*.model.torch_dtype", (), _dtype),
     Row("trainer.logger", (), _loggers),

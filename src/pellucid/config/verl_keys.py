@@ -27,7 +27,7 @@ _GROUPS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("it changes the speed, and no result", ANY,
      "*.fsdp_config.forward_prefetch *.fsdp_config.use_torch_compile *.ref.use_torch_compile *.use_shm "
      "data.filter_overlong_prompts_workers *.deallocate_pipeline_outputs *.persist_layer_norm *.moe_grouped_gemm "
-     "*.moe_enable_deepep *.moe_shared_expert_overlap *.context_parallel_algo"),
+     "*.moe_enable_deepep *.moe_shared_expert_overlap *.context_parallel_algo *.moe_token_dispatcher_type"),
     ("where layers are cut changes no result; num_layers_in_first_pipeline_stage says it here", ANY,
      "*.account_for_*_in_pipeline_split"),
     ("data ranks always divide the optimizer's state", ANY, "*.use_distributed_optimizer"),

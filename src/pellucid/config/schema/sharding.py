@@ -60,14 +60,14 @@ class TransformerOverrides:
     """How whole layers are chosen: every group of `recompute_num_layers`, or that many of each stage."""
     recompute_num_layers: Size | None = option(None, needs=_WHOLE_LAYERS)
     """The number of layers that `recompute_method` speaks of."""
-    recompute_modules: list[str] | None = option(None, needs=Needs(".recompute_granularity", ("selective",)))
-    """Modules that are recomputed, e.g. `[core_attn, mlp, moe, layernorm]`; null is `[core_attn]`."""
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = option(
+        None, needs=Needs(".recompute_granularity", ("selective",))
+    )
+    """Modules that are recomputed; null is `[core_attn]`."""
     num_layers_in_first_pipeline_stage: Size | None = None
     """Layers of the first stage, where it is to have fewer than the others."""
     num_layers_in_last_pipeline_stage: Size | None = None
     """Layers of the last stage."""
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] | None = None
-    """How tokens get to their experts' ranks; null is alltoall."""
 
 
 @dataclass(frozen=True)

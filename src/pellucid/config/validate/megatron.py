@@ -41,6 +41,9 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
         reason = f"{policy.model.lora_rank}, and adapters are trained with FSDP2 only."
         yield UserError("actor_rollout_ref.model.lora_rank", reason, f"Set it to 0, or {_ACTOR}.strategy: fsdp2.")
     layout = policy.actor.megatron
+    if "full" in config.kl_types and policy.ref.megatron.param_offload:
+        reason = "the exact KL runs the reference inside of the actor's passes, so that it cannot be elsewhere."
+        yield UserError("actor_rollout_ref.ref.megatron.param_offload", reason, "Set it to false.")
     if "full" in config.kl_types and layout.pipeline_model_parallel_size * layout.context_parallel_size > 1:
         key = f"{_ACTOR}.kl_loss_type" if policy.actor.use_kl_loss else "algorithm.kl_penalty"
         reason = "the exact KL needs all final states of both models on one rank: no pipeline and no context ranks."
@@ -49,6 +52,8 @@ def mistakes(config: RunConfig) -> Iterator[UserError]:
 
 def _models(config: RunConfig) -> Iterator[str]:
     yield "actor"
+    if config.reward_model.enable:
+        yield "reward_model"
     if config.has_own_reference:
         yield "ref"
     if config.has_critic:
@@ -58,7 +63,8 @@ def _models(config: RunConfig) -> Iterator[str]:
 def _layout(config: RunConfig, role: str) -> Iterator[UserError]:
     """Yield the mistakes in the layout of one role's model."""
     layout, ranks = config.megatron(role), config.pool_ranks(role)
-    section, policy = f"{PROFILED_SECTIONS[role]}.megatron", config.actor_rollout_ref.actor.megatron
+    section = f"{_ACTOR if role == 'reward_model' else PROFILED_SECTIONS[role]}.megatron"
+    policy = config.actor_rollout_ref.actor.megatron
     if role != "actor" and role not in config.trainer.resource_pools:
         for name in SIZES:
             if vars(layout)[name] != (wanted := vars(policy)[name]):
@@ -66,6 +72,10 @@ def _layout(config: RunConfig, role: str) -> Iterator[UserError]:
                 remedy = f"Set it to {yaml_word(wanted)}, or give the {role} ranks of its own (trainer.resource_pools)."
                 yield UserError(f"{section}.{name}", reason, remedy)
                 return
+    recomputes = layout.override_transformer_config.recompute_granularity
+    if role == "ref" and recomputes not in (None, policy.override_transformer_config.recompute_granularity):
+        field = f"{section}.override_transformer_config.recompute_granularity"
+        yield UserError(field, f"{recomputes} has no effect: a frozen model has no backward pass.", "Remove it.")
     tensor, stages, context = (vars(layout)[name] for name in (SIZES[0], SIZES[1], SIZES[3]))
     if ranks % layout.batch_ranks:
         largest = max(SIZES[0], SIZES[1], SIZES[3], key=lambda name: vars(layout)[name])
@@ -89,9 +99,6 @@ def _layout(config: RunConfig, role: str) -> Iterator[UserError]:
     elif experts == 1 and layout.expert_tensor_parallel_size not in (None, tensor):
         reason = f"{matrices} beside {tensor} tensor ranks, and experts are not divided."
         yield UserError(f"{section}.expert_tensor_parallel_size", reason, "Set it to null.")
-    if not layout.sequence_parallel and experts > 1 and tensor > 1:
-        reason = "megatron-core divides experts and matrices both only where tokens are divided, too."
-        yield UserError(f"{section}.sequence_parallel", reason, "Set it to true.")
 
 
 def model_mistakes(section: str, layout: RefMegatronConfig, model: ModelFacts) -> Iterator[UserError]:
@@ -109,12 +116,22 @@ def model_mistakes(section: str, layout: RefMegatronConfig, model: ModelFacts) -
             f"{groups * tensor - model.num_kv_heads} of {groups * tensor} would be padding."
         )
         yield UserError(f"{section}.{SIZES[0]}", reason, f"Set it to at most {model.num_kv_heads}.")
+    elif math.ceil(model.vocab_size / tensor) * (tensor - 1) >= model.vocab_size and tensor > 1:
+        reason = f"{model.vocab_size} tokens are too few for {tensor} ranks."
+        yield UserError(f"{section}.{SIZES[0]}", reason, "Lower it.")
     wholes = [(SIZES[3], context, heads, "attention heads a rank")]
     if not model.num_experts:
         wholes.append((SIZES[0], tensor, model.intermediate_size, "columns of the MLP"))
     if first is None and last is None:  # else megatron-core divides what is left
         key = SIZES[2] if layout.virtual_pipeline_model_parallel_size and model.num_layers % stages == 0 else SIZES[1]
         wholes.append((key, chunks, model.num_layers, "layers"))
+    if stages == 1 and (first is not None or last is not None):
+        reason = "there is one stage, which has all layers."
+        field = f"num_layers_in_{'last' if first is None else 'first'}_pipeline_stage"
+        yield UserError(f"{section}.override_transformer_config.{field}", reason, "Remove it.")
+    if model.num_experts and tensor > 1 and not layout.sequence_parallel:
+        reason = "megatron-core divides the matrices of mixtures of experts only where tokens are divided, too."
+        yield UserError(f"{section}.sequence_parallel", reason, "Set it to true.")
     if model.num_experts:
         wholes.append((SIZES[4], experts, model.num_experts, "experts"))
         wholes.append((SIZES[5], matrices, model.expert_size, "columns of an expert"))

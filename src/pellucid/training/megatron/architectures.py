@@ -54,12 +54,18 @@ def check_architecture(model: PretrainedConfig, field: str) -> None:
         "norm_topk_prob: false": model.model_type == "qwen3_moe" and not fields.get("norm_topk_prob"),
         "hidden_act": fields.get("hidden_act", "silu") != "silu",
         "partial_rotary_factor": (fields.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0,
-        "rope_parameters of yarn or longrope": rope(model)[1] != 1.0,
+        "rope_type dynamic, longrope or scaled yarn": _scales_attention(model),
     }
     found = [name for name, set_ in unlike.items() if set_]
     if found:
         reason = f"the model's config has {', '.join(found)}, which strategy megatron does not compute."
         raise UserError(field, reason, "Set actor_rollout_ref.actor.strategy: fsdp2.")
+
+
+def _scales_attention(model: PretrainedConfig) -> bool:
+    """Tell whether positions depend on a text's length, or scale what attention computes."""
+    kind = (model.to_dict().get("rope_parameters") or {}).get("rope_type", "default")
+    return kind in ("dynamic", "longrope") or rope(model)[1] != 1.0
 
 
 def rope(model: PretrainedConfig) -> tuple[torch.Tensor, float]:

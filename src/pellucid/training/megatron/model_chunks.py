@@ -49,7 +49,7 @@ def chunk_config(
     """Return megatron-core's config of a model, with `overrides` of its fields.
 
     Raises:
-        UserError: the architecture computes something that the chunks do not, or an override is unknown or refused.
+        UserError: megatron-core refuses the sizes or an override.
     """
     fields, sizes = model.to_dict(), layout.sizes
     heads, groups = fields["num_attention_heads"], fields.get("num_key_value_heads") or fields["num_attention_heads"]
@@ -74,7 +74,7 @@ def chunk_config(
         "ffn_hidden_size": fields["intermediate_size"],
         "layernorm_epsilon": fields["rms_norm_eps"],
         "qk_layernorm": model.model_type in ("qwen3", "qwen3_moe"),
-        "add_qkv_bias": model.model_type == "qwen2" or bool(fields.get("attention_bias")),
+        "add_qkv_bias": model.model_type == "qwen2",
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -105,7 +105,9 @@ def chunk_config(
         "bias_dropout_fusion": False,
     } | experts
     if recompute and "recompute_granularity" not in overrides:
-        known |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        overrides = {"recompute_granularity": "full"} | overrides
+    if overrides.get("recompute_granularity") == "full":
+        overrides = {"recompute_method": "uniform", "recompute_num_layers": 1} | overrides
     try:
         return TransformerConfig(**known | overrides)
     except (ValueError, AssertionError) as error:
@@ -225,7 +227,7 @@ class HiddenOutput(torch.nn.Module):
 
 
 class ScalarOutput(HiddenOutput):
-    """The output layer of a value model, in float32, the same on every rank of the last stage."""
+    """The output layer of a value model, the same on every rank of the last stage."""
 
     def __init__(self, hidden_size: int, *, bias: bool, sequence_parallel: bool, device: torch.device) -> None:
         weight = torch.nn.Parameter(torch.zeros(1, hidden_size, device=device))
@@ -301,7 +303,7 @@ def padded_size(size: int, layout: MegatronLayout) -> int:
 def _window(model: PretrainedConfig, layer: int) -> int | None:
     """Return how many tokens back a layer sees; None: all."""
     fields = model.to_dict()
-    if model.model_type == "mistral":
+    if model.model_type in ("mistral", "qwen3_moe"):
         return fields.get("sliding_window")
     kinds = fields.get("layer_types") or []
     return fields["sliding_window"] if kinds and kinds[layer] == "sliding_attention" else None
