@@ -1,9 +1,12 @@
 """What each rank runs in `test_megatron.py`: functions of plain arguments to plain results, as in `sharded.py`."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sharded import TEMPERATURE, WHOLE_STATE, Setup, State, Trace, loss, sequences
@@ -14,6 +17,7 @@ from pellucid.precision.capture import NativeSession
 from pellucid.precision.dump import About
 from pellucid.precision.sentinel import Sentinel
 from pellucid.stages import Stage, Unit
+from pellucid.training.common import logprobs
 from pellucid.training.common.heads import LogProbHead, ValueHead
 from pellucid.training.common.mini_batch import MicroBatching
 from pellucid.training.common.models import read_config
@@ -33,7 +37,7 @@ class Spread:
     """Of `load_engine`."""
 
 
-def make_engine(spread: Spread, **options: Any) -> Any:
+def make_engine(spread: Spread, fields: dict[str, Any] | None = None, **options: Any) -> Any:
     from megatron.core import parallel_state
 
     from pellucid.training.megatron.megatron_engine import Training, load_engine
@@ -44,7 +48,7 @@ def make_engine(spread: Spread, **options: Any) -> Any:
     training = Training(Schedule(setup.lr, 0, 100), 0.01, (0.9, 0.999), setup.grad_clip)
     return load_engine(
         spread.folder,
-        read_config(str(spread.folder), None, trust_remote_code=False, field="model"),
+        read_config(str(spread.folder), fields, trust_remote_code=False, field="model"),
         training,
         MicroBatching(setup.max_tokens, None),
         layout,
@@ -77,14 +81,45 @@ def run_updates(spread: Spread, number: int) -> Trace:
     return Trace(results, [], numbers, weights_of(engine))
 
 
+def run_in_small_chunks(spread: Spread, number: int, chunk_bytes: int) -> Trace:
+    """The same where a micro-batch's log-probabilities take many chunks, which all ranks must cut alike."""
+    with patch.object(logprobs, "CHUNK_BYTES", chunk_bytes):
+        return run_updates(spread, number)
+
+
+def seeds_of_layout(kind: str) -> list[int]:
+    """Return what the random state of a device that is no CPU is seeded with."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    seeds: list[int] = []
+    with patch.object(tensor_parallel, "model_parallel_cuda_manual_seed", seeds.append):
+        MegatronLayout(ParallelSizes(), torch.device(kind))
+    return seeds
+
+
+def load_other_config(folder: Path, fields: dict[str, Any]) -> str:
+    """Return the error of loading a model whose config says something else than its files."""
+    try:
+        make_engine(Spread(folder, Setup(), ParallelSizes()), fields)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
 def save_and_go_on(spread: Spread, checkpoint: Path, contents: list[str] = WHOLE_STATE) -> tuple[State, State]:
     """Write a checkpoint after one update, in the background of another; return the weights after each."""
     engine, head = make_engine(spread), head_of(spread.setup)
     engine.train_mini_batch(sequences(), head, loss)
     saved = weights_of(engine)
     wait = engine.start_saving(checkpoint, contents)
-    engine.train_mini_batch(sequences(), head, loss)
-    wait()
+    with ThreadPoolExecutor(1) as beside:  # as runs do: while others of its collectives are under way
+        waiting = beside.submit(wait)
+        if torch.distributed.get_rank() % 2:
+            time.sleep(0.2)
+        engine.train_mini_batch(sequences(), head, loss)
+        waiting.result()
     return saved, weights_of(engine)
 
 

@@ -124,6 +124,7 @@ EXPERTS = {
     "expert": (2, ParallelSizes(expert=2)),
     "tensor": (2, ParallelSizes(tensor=2)),
     "expert-tensor": (4, ParallelSizes(tensor=2, expert=2, expert_tensor=1)),
+    "divided-experts": (4, ParallelSizes(tensor=2, expert=2)),
     "pipeline": (2, ParallelSizes(pipeline=2)),
 }
 
@@ -181,6 +182,21 @@ def test_bf16_computes_close_and_keeps_float32_masters(ranks, folders):
     assert trace.results[0].dtype == torch.float32
     assert 0 < relative(trace.results[0], exact.results[0]) < 0.02
     assert trace.numbers[-1][0] == pytest.approx(exact.numbers[-1][0], rel=0.02)
+
+
+def test_ranks_cut_the_vocabulary_into_the_same_chunks(ranks, folders):
+    """Of 25 tokens the first rank has 13 rows of the head, the second 12 and one of padding."""
+    setup = Setup(lr=1e-3)
+    spread = Spread(folders(setup), setup, ParallelSizes(tensor=2))
+    assert_agree(ranks.run(2, megatron_ranks.run_in_small_chunks, spread, NUM_UPDATES, 240), in_one_process(setup))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_key_value_heads": 4}, {"num_attention_heads": 2, "head_dim": 8}, {"intermediate_size": 24}, {"vocab_size": 30}], ids=str
+)
+def test_a_config_that_is_not_that_of_the_weights_is_refused(ranks, folders, fields):
+    (error,) = ranks.run(1, megatron_ranks.load_other_config, folders(Setup()), fields)
+    assert error.startswith("model:") and "in its files, and by its config" in error
 
 
 def test_the_exact_kl_is_that_of_one_process(ranks, folders):
@@ -330,11 +346,31 @@ def test_large_models_are_written_in_several_files(tmp_path, folders):
             again["lm_tail"]
 
 
+def test_what_only_a_gpu_asks_for_is_given(ranks):
+    """Sequence parallel layers take megatron-core's random state, which is there on a CPU by the adapter alone."""
+    assert ranks.run(1, megatron_ranks.seeds_of_layout, "meta") == [[0]]
+    assert ranks.run(1, megatron_ranks.seeds_of_layout, "cpu") == [[]]
+
+
+def test_the_moments_of_an_optimizer_that_counts_steps_by_group_are_there_from_the_start():
+    """As of the AdamW of Transformer Engine and Apex, which megatron-core takes where they are installed."""
+    from pellucid.training.megatron.megatron_engine import _make_moments
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    fused, plain = torch.optim.SGD([parameter]), torch.optim.AdamW([parameter])
+    for optimizer in (fused, plain):
+        _make_moments(optimizer)
+    assert fused.param_groups[0]["step"] == 0 and set(fused.state[parameter]) == {"exp_avg", "exp_avg_sq"}
+    assert set(plain.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
 def test_what_is_reached_for_in_megatron_core_is_still_there():
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
 
     assert {"_get_write_results_queue", "FileSystemWriterAsync"} <= vars(filesystem_async).keys()
+    assert "save_state_dict_async_finalize" in vars(torch_strategy)
     assert {"_get_main_param_and_optimizer_states", "_get_model_param_range_map"} <= vars(DistributedOptimizer).keys()
     assert {"_get_all_rng_states", "_set_all_rng_states", "get_cuda_rng_tracker"} <= vars(random).keys()

@@ -54,13 +54,13 @@ OBSERVERS = {"observe", "precision"}
 NEVER = {"algo": OBSERVERS, "training": OBSERVERS, "roles": OBSERVERS, "rollout": OBSERVERS, "agents": OBSERVERS}
 """room → rooms that it may not import, whatever the table above says: observers attach from outside."""
 BUDGETS = {
-    ("loop", *sorted(RUN - {"loop"})): 3360,
+    ("loop", *sorted(RUN - {"loop"})): 3370,
     tuple(sorted(BASE)): 1025,
     ("algo",): 1235,
-    ("config",): 5305,
+    ("config",): 5325,
     tuple(sorted(API)): 835,
     ("tasks", "data", "reward"): 1615,
-    ("training",): 4300,
+    ("training",): 4395,
     ("roles",): 590,
     ("rollout",): 4400,
     ("agents",): 2770,
@@ -75,7 +75,7 @@ BUDGETS = {
 
 A ceiling and not an aim; raising one is a decision for which a commit message argues.
 """
-MAX_LINES = 40_430
+MAX_LINES = 40_580
 """Of all the source, with engines, agents, Megatron and dashboard in."""
 MAX_COLUMNS = 120
 SHARED_NAMES = {"schema", "validate", "tools", "cli"}

@@ -37,6 +37,8 @@ class VocabularyShard:
     """The first token."""
     size: int
     """How many there are; further rows of the head are padding."""
+    rows: int
+    """Rows of the head with padding: as many on every rank, so that all cut their tokens into the same chunks."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` up over the group, in place."""
@@ -79,7 +81,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         num_tokens = hidden.shape[0]
         results = [torch.zeros(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(5)]
         reduce: Any = _compiled(_reduce_chunk) if compiled else _reduce_chunk
-        for rows in _chunks(num_tokens, weight.shape[0]):
+        for rows in _chunks(num_tokens, weight.shape[0] if shard is None else shard.rows):
             chunk = hidden[rows], targets[rows], None if ref_hidden is None else ref_hidden[rows]
             for result, part in zip(results, reduce(*chunk, weight, ref_weight, temperature, with_entropy, shard)):
                 if part is not None:
@@ -100,7 +102,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         # Summed in float32 over the chunks even when the head runs in bf16.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         differentiate: Any = _compiled(_differentiate_chunk) if ctx.compiled else _differentiate_chunk
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+        for rows in _chunks(hidden.shape[0], weight.shape[0] if ctx.shard is None else ctx.shard.rows):
             chunk = [None if each is None else each[rows] for each in (hidden, targets, ref_hidden, *reduced, *grads)]
             grad = differentiate(*chunk, weight, ref_weight, ctx.temperature, ctx.shard)
             if grad_hidden is not None:

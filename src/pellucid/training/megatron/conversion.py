@@ -115,14 +115,21 @@ def _parts(chunk: Any, *, scalar: bool) -> Iterator[tuple[torch.nn.Parameter, _P
 
 @torch.no_grad()
 def read_weights(
-    chunks: list[Any], source: Mapping[str, Any], shapes: Shapes, *, scalar: bool, missing_head: bool = False
+    chunks: list[Any],
+    source: Mapping[str, Any],
+    shapes: Shapes,
+    field: str,
+    *,
+    scalar: bool,
+    missing_head: bool = False,
 ) -> None:
-    """Fill the chunks from tensors, or slices of files, by Hugging Face names.
+    """Fill the chunks from slices of files, by Hugging Face names.
 
     Args:
         chunks: of this rank.
         source: what can be sliced as a tensor is.
         shapes: of the model.
+        field: the config key that names the model.
         scalar: the chunks are a value model's.
         missing_head: the source is a causal LM's, so that a value model's head stays zero.
 
@@ -137,7 +144,13 @@ def read_weights(
             expert = part.expert is not None
             rank, size = _place(expert)
             names = part.of_experts(parallel_state.get_expert_model_parallel_rank(), num_local)
-            parameter.copy_(_own(part.kind, [source[name] for name in names], shapes, rank, size, parameter.shape))
+            sources = [source[name] for name in names]
+            wanted = _whole_shapes(part.kind, shapes, size, parameter.shape)
+            for name, found, shape in zip(names, sources, wanted, strict=True):
+                if tuple(found.get_shape()) != shape:
+                    reason = f"'{name}' is {list(found.get_shape())} in its files, and by its config {list(shape)}."
+                    raise UserError(field, reason, "Is override_config right? It cannot change what weights there are.")
+            parameter.copy_(_own(part.kind, sources, shapes, rank, size, parameter.shape))
 
 
 def _place(expert: bool) -> tuple[int, int]:
@@ -148,6 +161,17 @@ def _place(expert: bool) -> tuple[int, int]:
             parallel_state.get_expert_tensor_parallel_world_size(),
         )
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _whole_shapes(kind: Kind, shapes: Shapes, size: int, shape: torch.Size) -> list[tuple[int, ...]]:
+    """Return the shapes of the Hugging Face tensors that make up a parameter, of which `size` ranks have parts."""
+    heads, rest = shapes.num_groups * shapes.head_size, tuple(shape[1:])
+    if kind == "qkv":
+        return [(heads * shapes.group_heads, *rest), (heads, *rest), (heads, *rest)]
+    if kind == "gate_up":
+        return [(shape[0] // 2 * size, *rest)] * 2
+    whole = {"rows": (shapes.vocabulary, *rest), "heads": (shape[0], heads * shapes.group_heads)}
+    return [(shape[0], shape[1] * size) if kind == "columns" else whole.get(kind, tuple(shape))]
 
 
 def _own(kind: Kind, sources: list[Any], shapes: Shapes, rank: int, size: int, shape: torch.Size) -> torch.Tensor:

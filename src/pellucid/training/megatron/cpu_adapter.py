@@ -75,6 +75,29 @@ def _all_to_all(*args: Any, **sizes: Any) -> Any:
     return _all_to_all_single(*args, **{k: v.tolist() if torch.is_tensor(v) else v for k, v in sizes.items()})
 
 
+_all_gather = torch.distributed.all_gather
+
+
+def _gather_uneven(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **how: Any) -> Any:
+    """Gather parts of several lengths, which gloo cannot: experts whose matrices are divided get as many tokens."""
+    if len({len(part) for part in tensors}) == 1:
+        return _all_gather(tensors, tensor, group=group, **how)
+    longest = max(len(part) for part in tensors)
+    padded = [part.new_empty(longest, *part.shape[1:]) for part in tensors]
+    own = torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
+    _all_gather(padded, own, group=group)
+    for part, whole in zip(tensors, padded):
+        part.copy_(whole[: len(part)])
+
+
+def _reduce_scatter_uneven(output: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **_: Any) -> None:
+    """Add up parts of several lengths, and keep this rank's."""
+    for rank, part in enumerate(parts):
+        torch.distributed.all_reduce(total := part.contiguous().clone(), group=group)
+        if rank == torch.distributed.get_rank(group):
+            output.copy_(total)
+
+
 _inside, _changed, _lock = 0, ExitStack(), threading.Lock()
 
 
@@ -104,6 +127,8 @@ def _change() -> None:
         patch.multiple(torch.cuda, **_CUDA),
         patch.multiple(random, **_RANDOM),
         patch.object(torch.distributed, "all_to_all_single", _all_to_all),
+        patch.object(torch.distributed, "all_gather", _gather_uneven),
+        patch.object(torch.distributed, "reduce_scatter", _reduce_scatter_uneven),
         patch.object(tracker, "fork", lambda *args, **kwargs: nullcontext()),
         torch.compiler.set_stance("force_eager"),  # the compiler would look through what is changed here
     ):

@@ -4,10 +4,12 @@ Made once a process, from `actor.megatron.*`; megatron-core keeps the groups, wh
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 from pellucid.training.common.rank_sums import RankSums
 from pellucid.training.megatron.cpu_adapter import megatron_calls
@@ -48,12 +50,21 @@ class MegatronLayout(RankSums):
                     expert_model_parallel_size=sizes.expert,
                     expert_tensor_parallel_size=sizes.expert_tensor,
                 )
+                if device.type != "cpu":  # there is no dropout, but sequence parallel layers ask for the random state
+                    tensor_parallel.model_parallel_cuda_manual_seed(0)
         self.state: Any = parallel_state
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.num_data_ranks = parallel_state.get_data_parallel_world_size()
+
+    @cached_property
+    def background(self) -> dist.ProcessGroup:
+        """A group of all ranks for what runs beside training, whose collectives it keeps out of the way of."""
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     @property
     def is_last_stage(self) -> bool:

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError
+from pellucid.errors import UPDATED_WEIGHTS, NonFiniteError, UserError
 from pellucid.stages import NO_PROBE, Probe, Unit
 from pellucid.training.common.balance import measure_balance
 from pellucid.training.common.buckets import in_buckets
@@ -125,8 +125,7 @@ class MegatronEngine:
             self._optimizer = get_megatron_optimizer(options, self._run_chunks, config_overrides={})
         self._config.finalize_model_grads_func = _finalize_gradients
         for part in self._optimizer.chained_optimizers:
-            if type(part.optimizer) is torch.optim.AdamW:
-                _make_moments(part.optimizer)
+            _make_moments(part.optimizer)
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -148,7 +147,7 @@ class MegatronEngine:
         self, sequences: list[TokenSequence], head: TokenHead, loss: LossFunction, *, on_done: Progress | None = None
     ) -> UpdateResult:
         """Accumulate the gradient of the mini-batch over the pipeline's micro-batches, and apply one optimizer step."""
-        with self._on_device(), self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):
+        with self._on_device(gradients=True), self._probe.unit(Unit.MINI_BATCH, rows=len(sequences)):
             return self._train_mini_batch(sequences, head, loss, on_done)
 
     def _train_mini_batch(
@@ -163,6 +162,7 @@ class MegatronEngine:
         total = self.layout.loss_of_all(total, failure)
         whole.add_up(self.layout.sum)
         with self._gradients_shown(), self._probe.unit(Unit.OPTIMIZER_STEP), megatron_calls(self.device):
+            self._move_optimizer(self.device)
             self._optimizer.prepare_grads()
             grad_norm = float(self._optimizer.get_grad_norm())
             if not math.isfinite(grad_norm):
@@ -170,8 +170,8 @@ class MegatronEngine:
             lr = self._training.schedule.lr_at(self.num_steps)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._move_optimizer(self.device)
             self._optimizer.step()
+            self._optimizer.zero_grad()  # float32 copies of gradients, which would stay with the float32 weights
             self._move_optimizer(torch.device("cpu"))
             self.num_steps += 1
             weight_norm = self._weight_norm()
@@ -183,14 +183,14 @@ class MegatronEngine:
         return UpdateResult(whole.scores, total, grad_norm, lr, balance)
 
     @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Bring weights, and room for gradients, to the device while something runs."""
+    def _on_device(self, *, gradients: bool = False) -> Iterator[None]:
+        """Bring weights, and room for `gradients`, to the device while something runs."""
         for chunk in self._run_chunks if self._offload else ():
             if self._optimizer is None:
                 chunk.to(self.device)
             else:
                 for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                    buffer.reload_from_cpu()
+                    buffer.reload_from_cpu(move_grads=gradients)
         try:
             yield
         finally:
@@ -342,7 +342,7 @@ class MegatronEngine:
         start = self.layout.tensor_rank * rows
         size = min(rows, self._shapes.vocabulary - start)
         group = self.layout.state.get_tensor_model_parallel_group()
-        return OutputLayer(module, VocabularyShard(group, start, size))
+        return OutputLayer(module, VocabularyShard(group, start, size, rows))
 
     @contextmanager
     def _gradients_shown(self) -> Iterator[None]:
@@ -407,7 +407,7 @@ class MegatronEngine:
         with self._on_device():
             with megatron_calls(self.device):
                 state = self._state(contents, loading=False)
-            return start_writing(state, folder, self.device)
+            return start_writing(state, folder, self.layout)
 
     def save_hf(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write a folder that transformers loads, file by file; every rank calls it, and rank 0 writes."""
@@ -485,11 +485,15 @@ def load_engine(
     """
     check_architecture(model, field)
     with open_weights(folder, field) as source, megatron_calls(layout.device):
+        both = [source[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in source]
+        if model.tie_word_embeddings and not scalar and len(both) == 2 and not torch.equal(both[0][:], both[1][:]):
+            reason = "its config ties the output layer to the embedding, and its files have another output layer."
+            raise UserError(field, reason, "Set tie_word_embeddings: false in the model's config.json.")
         given = {"sequence_parallel": sequence_parallel and layout.sizes.tensor > 1} | (overrides or {})
         config = chunk_config(model, layout, dtype, recompute=recompute, overrides=given)
         classifier = "score.weight" in source
         chunks = make_chunks(model, config, layout, scalar=scalar, scalar_bias="score.bias" in source)
-        read_weights(chunks, source, Shapes.of(model), scalar=scalar, missing_head=not classifier)
+        read_weights(chunks, source, Shapes.of(model), field, scalar=scalar, missing_head=not classifier)
         sizes = {name: math.prod(tensor.get_shape()) for name, tensor in source.items()}
     if scalar and not classifier:
         sizes["lm_head.weight"] = model.hidden_size
@@ -533,15 +537,15 @@ def _finalize_gradients(chunks: list[Any], num_tokens: Any = None, **how: Any) -
     finalize_model_grads(chunks, None, **how)
 
 
-def _make_moments(adamw: torch.optim.AdamW) -> None:
+def _make_moments(adamw: torch.optim.Optimizer) -> None:
     """Give an optimizer the state that its first step would: the distributed one stores and loads no other."""
+    counts = {"step": torch.tensor(0.0)} if isinstance(adamw, torch.optim.AdamW) else {}  # others count by group
     for group in adamw.param_groups:
+        if not counts:
+            group.setdefault("step", 0)
         for parameter in group["params"]:
-            adamw.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adamw.state[parameter] = {name: count.clone() for name, count in counts.items()} | moments
 
 
 class _Scalar(torch.nn.Module):

@@ -15,14 +15,17 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pellucid.errors import UserError
 from pellucid.threads import start_beside
 from pellucid.training.megatron.cpu_adapter import megatron_calls
+from pellucid.training.megatron.layout import MegatronLayout
 from pellucid.training.protocol import MEGATRON_SHARDS
 
 
@@ -44,58 +47,79 @@ def chunk_state(chunk: Any) -> dict[str, Any]:
     return state
 
 
-def start_writing(state: dict[str, Any], folder: Path, device: torch.device) -> Callable[[], None]:
+def start_writing(state: dict[str, Any], folder: Path, layout: MegatronLayout) -> Callable[[], None]:
     """Copy `state` and begin to write the copy; every rank calls it, with the same folder, which they share.
 
     Args:
         state: megatron-core's sharded state, and plain values.
         folder: of the checkpoint; it gets a folder `megatron`.
-        device: that megatron-core runs on.
+        layout: of the ranks.
 
     Returns:
-        A function that every rank calls, and that waits until all have written.
+        A function that every rank calls, in whichever thread, and that waits until all have written.
 
     Raises:
         OSError: by that function: a file could not be written, on whichever rank; all ranks raise it.
     """
-    place = folder / MEGATRON_SHARDS
-    if dist.get_rank() == 0:
+    place, indexed, background = folder / MEGATRON_SHARDS, list[tuple[Any, ...]](), layout.background
+    if layout.rank == 0:
         place.mkdir()
     dist.barrier()
-    with megatron_calls(device), patch.object(filesystem_async, "_get_write_results_queue", queue.Queue):
+    with megatron_calls(layout.device), patch.object(filesystem_async, "_get_write_results_queue", queue.Queue):
         request: Any = dist_checkpointing.save(state, str(place), async_sharded_save=True)
-        copies = [] if request.preload_fn is None else _copied(request.preload_fn())
+        copies = [] if request.preload_fn is None else _copied(request.preload_fn(), layout.device)
+        # The writer and the index that megatron-core would finish with, over the group that training uses.
+        finalize = patch.object(torch_strategy, "save_state_dict_async_finalize", lambda *args: indexed.append(args))
+        with finalize:
+            request.finalize_fns[0]()
+    writer, index, _ = indexed[0]
+
+    written: list[list[Any] | Exception] = []
 
     def write() -> None:
-        if request.async_fn is not None:
-            results = request.async_fn_args[-1]
-            results.put(_write(copies, request.async_fn.args[0]))
+        written.append([] if request.async_fn is None else _write(copies, request.async_fn.args[0]))
 
     writing: Future[None] = start_beside(write, "checkpoint-files")
 
+    def together(own: Any) -> list[Any]:
+        """Return what each rank has.
+
+        Raises:
+            Exception: a rank has one, which all of them raise.
+        """
+        everyones: list[Any] = [None] * layout.num_ranks
+        dist.all_gather_object(everyones, own, group=background)
+        if (error := next((one for one in everyones if isinstance(one, Exception)), None)) is not None:
+            raise error
+        return everyones
+
     def finish() -> None:
         writing.result()
-        try:
-            with megatron_calls(device):
-                for finalize in request.finalize_fns:
-                    finalize()
-        except CheckpointException as error:
-            raise _first_cause(error) from error
+        results, failure = together(written[0]), None
+        if layout.rank == 0:
+            try:
+                writer.finish(index, results)
+                save_config(CheckpointingConfig("torch_dist", 1), str(place))
+            except OSError as error:
+                failure = error
+        together(failure)
 
     return finish
 
 
-def _copied(buckets: list[Any]) -> list[Any]:
-    """Return what is written with tensors of its own; those on a GPU have been copied already."""
+def _copied(buckets: list[Any], device: torch.device) -> list[Any]:
+    """Return what is written with tensors of its own; those from a GPU have been copied already."""
+    if device.type != "cpu":
+        return buckets
     return [
         (file, key, (others, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (others, tensors) in buckets
     ]
 
 
-def _write(buckets: list[Any], transforms: list[Any]) -> dict[int, Any] | Exception:
+def _write(buckets: list[Any], transforms: list[Any]) -> list[Any] | Exception:
     """Write each file, and return what megatron-core makes its index from, or the first failure."""
-    found: dict[int, Any] = {}
+    found = list[Any]()
     for index, bucket in enumerate(buckets):
         answers: queue.Queue[Any] = queue.Queue()
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
@@ -106,9 +130,10 @@ def _write(buckets: list[Any], transforms: list[Any]) -> dict[int, Any] | Except
             _Done(),  # pyright: ignore
             True,
         )
-        found[index] = answers.get()[1]
-        if isinstance(found[index], Exception):
-            return found[index]
+        results = answers.get()[1]
+        if isinstance(results, Exception):
+            return results
+        found += results
     return found
 
 
@@ -144,7 +169,9 @@ def optimizer_state(optimizer: Any, model: dict[Any, Any], names: tuple[str, ...
                 if own is not None:
                     whole[place] = own[name].flatten()
                 dist.all_reduce(whole, group=part.data_parallel_group)
-            tensor = whole.view(parameter.shape).cpu()
+            # One of the data ranks writes, and the others need no copy.
+            keeps = empty or is_main_replica(entries[parameter].replica_id)
+            tensor = whole.view(parameter.shape).to("cpu" if keeps else "meta")
             state[f"{number}.{name}"] = make_sharded_optimizer_tensor(
                 entries[parameter], tensor, prefix=f"optimizer.state.{name}"
             )
@@ -162,8 +189,12 @@ def load_optimizer_state(
             continue
         for name in names:
             own[name].copy_(state[f"{number}.{name}"].flatten()[place].view_as(own[name]))
-        if "step" in own:
+        if "step" in own and "exp_avg" in names:
             own["step"].fill_(num_steps)
+    for part in optimizer.chained_optimizers if "exp_avg" in names else ():
+        for group in part.optimizer.param_groups:
+            if "step" in group:  # as the fused AdamW of Transformer Engine and Apex counts
+                group["step"] = num_steps
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[Any, torch.nn.Parameter]]:
@@ -196,5 +227,6 @@ def read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(cause, OSError):
             raise cause from error
         reason = f"the checkpoint '{folder}' does not hold what this run asks of it: {_first_words(cause)}."
-        remedy = "Set model.path and load_contents as in the run that wrote it, or trainer.resume_mode=disable."
+        keys = "model.path, model.dtype and load_contents"
+        remedy = f"Set {keys} as in the run that wrote it, or trainer.resume_mode=disable."
         raise UserError("trainer.resume_mode", reason, remedy) from error
