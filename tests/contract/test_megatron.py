@@ -99,6 +99,8 @@ LAYOUTS = {
 }
 
 
+RARER = ("tensor-tied", "tensor-data", "context-past-the-heads", "pipeline-context")
+"""Layouts that run with `make test-long` alone; others have their parts."""
 CRITICS = ("one", "tensor", "pipeline-tied", "tensor-context", "pipeline-data")
 """Layouts that always run with a value head, too; the others with `make test-long`."""
 
@@ -106,7 +108,7 @@ CRITICS = ("one", "tensor", "pipeline-tied", "tensor-context", "pipeline-data")
 @pytest.mark.parametrize(
     ("layout", "role"),
     [
-        *((layout, "policy") for layout in LAYOUTS),
+        *(pytest.param(layout, "policy", marks=pytest.mark.long if layout in RARER else []) for layout in LAYOUTS),
         *(pytest.param(layout, "critic", marks=[] if layout in CRITICS else pytest.mark.long) for layout in LAYOUTS),
     ],
 )
@@ -129,7 +131,9 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.long if name in ("tensor", "pipeline") else []) for name in EXPERTS]
+)
 def test_mixtures_of_experts_agree_with_one_process(ranks, folders, layout):
     num_ranks, sizes = EXPERTS[layout]
     setup = Setup(architecture="qwen3_moe", lr=1e-3)
@@ -255,10 +259,13 @@ SAVED = {
 }
 
 
+SAVED_RARELY = ("tensor-to-pipeline", "pipeline-to-tensor-data")
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        *((case, torch.float32) for case in SAVED),
+        *(pytest.param(case, torch.float32, marks=pytest.mark.long if case in SAVED_RARELY else []) for case in SAVED),
         *(
             pytest.param(case, torch.bfloat16, marks=[] if case in ("data", "padded-to-whole") else pytest.mark.long)
             for case in SAVED

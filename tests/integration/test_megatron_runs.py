@@ -66,6 +66,7 @@ def test_another_strategy_goes_on_from_the_exported_weights(work: Workspace, ran
     assert "was written by fsdp2" in " ".join(done.output.split())
 
 
+@pytest.mark.long
 def test_nan_on_a_stage_saves_the_batch_which_one_process_runs_again(work: Workspace, ranks: tuple[str, ...]) -> None:
     work.write("nan.py", "def loss(inputs):\n    return -inputs.logp * inputs.advantages * float('nan'), {}\n")
     loss = f"{ACTOR}.policy_loss.loss_mode=nan.py:loss"

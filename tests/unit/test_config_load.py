@@ -362,8 +362,6 @@ def test_every_key_of_the_schema_can_be_set(recipe):
     assert {key for key, row in rows.items() if row} == {
         "data.train_max_samples", "data.val_max_samples", "actor_rollout_ref.model.use_remove_padding", "trainer.logger",
         "actor_rollout_ref.actor.policy_loss.dro_beta", "actor_rollout_ref.rollout.nnodes",
-        *(f"{role}.megatron.override_transformer_config.moe_token_dispatcher_type"
-          for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
     }  # fmt: skip
     for key, value in (("trainer.logger", ["wandb"]), ("data.train_max_samples", 3), ("actor_rollout_ref.rollout.nnodes", 2)):
         assert rows[key][0].new(key, value) == {key: value}
