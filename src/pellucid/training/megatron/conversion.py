@@ -219,14 +219,11 @@ def hf_tensors(chunks: list[Any], shapes: Shapes, *, scalar: bool) -> Iterator[t
             if part.names[0] in seen and part.expert is None:
                 continue  # the tied head of the last stage
             seen.add(part.names[0])
-            local = own[index][0].detach() if owner == stage else torch.empty(shape, dtype=dtype, device=_device(own))
+            empty = torch.empty(shape, dtype=dtype, device=own[0][0].device) if owner != stage else None
+            local = own[index][0].detach() if empty is None else empty
             if group.size() > 1:
                 dist.broadcast(local := local.contiguous(), source, group=group)
             yield from _whole(part, local, shapes)
-
-
-def _device(own: list[tuple[torch.nn.Parameter, _Part]]) -> torch.device:
-    return own[0][0].device
 
 
 def _whole(part: _Part, local: torch.Tensor, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
